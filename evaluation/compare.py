@@ -44,7 +44,6 @@ from evaluation.comparison.rows import (
     read_report,
     report_path_of_case,
     rows_of,
-    with_interval,
 )
 from evaluation.comparison.tables import write_comparison
 from evaluation.config import CompareConfig, SweepConfig
@@ -120,7 +119,7 @@ def carry_out(
         failures = [] if config.tabulate else evaluate_cases([case for case in cases if case not in taken], folder)
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
         of_cases = [(case, taken.get(case) or rows_of(case, folder)) for case in cases]
-        rows = [with_interval(row, case) for case, of_case in of_cases for row in of_case]
+        rows = [row for _, of_case in of_cases for row in of_case]
         questions, about, sentences = asked(rows)
         lacking = [case.slug for case, of_case in of_cases if not of_case]
         if lacking:

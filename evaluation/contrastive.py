@@ -210,10 +210,6 @@ class Contrastive(ImageTask):
         model = self.model.eval()  # in training, synchronised batch norms would ask the other processes
         return executed_flops(model, pair) + 2 * 3 * similarities  # forward, and backward to either side
 
-    def describe_model(self) -> str:
-        others = 2 * self.images_of_a_pass - 2
-        return f"{super().describe_model()}, each view compared with {others} of other images"
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line, or `arguments`, say."""

@@ -6,7 +6,7 @@ A row for each image: `file`, `split`, `features` (as many float32 as the encode
 cannot be decoded has no features, and its error says why. After an interruption the same command continues.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ import torch
 from evaluation.config import EmbedConfig
 from evaluation.frozen.features import describe_precision, open_extraction
 from evaluation.frozen.kept_heads import describe_encoder
-from evaluation.frozen.run_images import LoadedSplits, parse_and_load
+from evaluation.frozen.run_images import LoadedSplits, command_of
 from evaluation.tables import identify_splits, load_all_splits, read_images, unlabelled_images, write_table
 from mpp.config import rebuild
 from mpp.data.dataset import ImageDataset
@@ -50,9 +50,7 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
     return write_table(Path(config.out), identity, images, rows_of)
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    """Embed with the settings of the command line, or of `arguments`."""
-    return embed(*parse_and_load(EmbedConfig, arguments))
+main = command_of(embed, EmbedConfig)
 
 
 if __name__ == "__main__":

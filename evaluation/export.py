@@ -9,7 +9,7 @@ The file is run on held-out images, and kept if its numbers are PyTorch's.
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ from evaluation.config import ExportConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid
 from evaluation.frozen.features import DEFAULT_BATCH_SIZE, views_for
 from evaluation.frozen.results import write_json
-from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
+from evaluation.frozen.run_images import LoadedSplits, command_of, find_run, load_images_of
 from evaluation.predict import find_classifier, open_classifier, parse_classifier
 from evaluation.supervision.classifiers import Classifier
 from evaluation.supervision.learners import average_heads
@@ -196,9 +196,7 @@ def describe_file(
     return about
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Export as the command line, or `arguments`, say."""
-    return export(*parse_classifier(ExportConfig, arguments))
+main = command_of(export, ExportConfig, parse_classifier)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ choose between fine-tunings by this dev accuracy.
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from accelerate import PartialState
 from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.figures.charts import markdown_table
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import FINETUNING_REPORT, LoadedSplits, parse_and_load
+from evaluation.frozen.run_images import FINETUNING_REPORT, LoadedSplits, command_of
 from evaluation.metrics.scoring import best_choice, describe_labels, kind_of_report, load_outcomes, score_of
 from evaluation.supervised import LEFT_OUT_NAME, Classification, finish, result_of_run
 from mpp.config import flatten, nested, rebuild, require
@@ -117,9 +116,7 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     return report
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Fine-tune as the command line, or `arguments`, say."""
-    return run(*parse_and_load(FinetuneConfig, arguments))
+main = command_of(run, FinetuneConfig)
 
 
 if __name__ == "__main__":

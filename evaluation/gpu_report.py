@@ -44,7 +44,8 @@ class Report(NamedTuple):
     """The file, and how its parts are run."""
 
     file: TextIO
-    device: str
+    environment: dict[str, str]
+    """Variables that choose the device."""
     end: float
     """Time of `time.monotonic` until which it is written."""
 
@@ -55,7 +56,7 @@ class Report(NamedTuple):
             done = subprocess.run(
                 (sys.executable, "-m", *words),
                 cwd=ROOT,
-                env=os.environ | {"GPU_SUITE_DEVICE": self.device},
+                env=os.environ | self.environment,
                 stdout=self.file,
                 stderr=subprocess.STDOUT,
                 timeout=self.end - time.monotonic(),
@@ -76,7 +77,6 @@ class Report(NamedTuple):
                 f"--model={model}",
                 f"--batch_size={batch_size}",
                 f"--compile={str(compile).lower()}",
-                f"--device={'auto' if self.device == 'cuda' else 'cpu'}",
                 f"--out={out}",
             )
             if not out.is_file():
@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first, *others = batch_sizes
     counted = (f"--model.name={first}", f"--optim.global_batch_size={batch_sizes[first]}", "--optim.name=adam")
     with open(config.out, "w", encoding="utf-8") as file:
-        report = Report(file, config.device, time.monotonic() + 60 * config.minutes)
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.device == "cpu" else {}
+        report = Report(file, {"GPU_SUITE_DEVICE": config.device} | hidden, time.monotonic() + 60 * config.minutes)
         report.add("versions and card", "torch.utils.collect_env")
         report.add(f"{first}, memory as it is counted", "evaluation.memory", *counted)
         eager, compiled = (report.add_training(first, batch_sizes[first], compile) for compile in (False, True))

@@ -43,16 +43,10 @@ from evaluation.frozen.features import (
     views_for,
     warn_left_out,
 )
-from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, StandardizedLinear, describe_encoder, save_head
+from evaluation.frozen.kept_heads import HEAD_TASKS, StandardizedLinear, save_head
 from evaluation.frozen.results import report_path_of_command, run_probe, write_probe_report
-from evaluation.frozen.run_images import LoadedSplits, is_colour_baseline, parse_and_load
-from evaluation.metrics.scoring import (
-    Outcomes,
-    add_figures,
-    best_choice,
-    score_of,
-    summarize_accuracies,
-)
+from evaluation.frozen.run_images import LoadedSplits, command_of, is_colour_baseline
+from evaluation.metrics.scoring import Outcomes, add_figures, best_choice, score_of, summarize_accuracies
 from evaluation.supervision.learners import Learner, learner_of, number_of_classes, zero_head
 from mpp.config import DataConfig, flatten, nested, rebuild, require
 from mpp.data.dataset import ImageDataset
@@ -96,17 +90,17 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
         return report
 
     _, head, class_names = evaluated
-    description = HeadDescription(
+    save_head(
+        report_path_of_command(config, "linear"),
+        head,
+        config.frozen,
         task=HEAD_TASKS[report["labels"]["kind"]],
         class_names=class_names,
         representation=config.probe.representation,
         depth=report["protocol"]["chosen_depth"],
         input=report["protocol"]["input"],
-        **describe_encoder(config.frozen),
         learned=describe_learned(config.data, loaded, config.probe.task),
     )
-    path = report_path_of_command(config, "linear")
-    save_head(path.with_name(f"{path.stem}_head"), head, description)
     return report
 
 
@@ -390,9 +384,7 @@ class Dinov2(CropProbe):
 PROTOCOLS: dict[str, type[CropProbe]] = {"mae": Mae, "dinov2": Dinov2}
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Probe with the settings of the command line, or of `arguments`."""
-    return run(*parse_and_load(LinearConfig, arguments))
+main = command_of(run, LinearConfig)
 
 
 if __name__ == "__main__":

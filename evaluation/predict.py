@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from evaluation.config import EncoderConfig, ExportConfig, MaskedDataConfig, PredictConfig, ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import describe_precision
-from evaluation.frozen.kept_heads import KeptHead, is_kept_head, load_head, rebuild_linear
+from evaluation.frozen.kept_heads import DESCRIPTION_FILE, KeptHead, load_head, rebuild_linear
 from evaluation.frozen.results import print_details, write_report
 from evaluation.frozen.run_images import (
     LabelledImages,
     LoadedSplits,
+    command_of,
     find_labelled_images,
     find_tested_run,
     is_same_place,
     lineage,
-    note_other_images,
     parse_and_load,
     tested_encoder,
 )
@@ -67,7 +67,6 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     changed = changed_settings(config)
     for name in changed.keys() & {"class": OF_PIXELS, "pixels": OF_CLASSES}.get(kind, OF_CLASSES | OF_PIXELS):
         require(False, name, changed[name], f"left out: labels of {config.classifier} are of the kind {kind}")
-    note_other_images(found.frozen.encoder, config.data, found.how_read)
 
     of_kind, usual = ImagePredictions, ProbeDataConfig()  # to which `mask` is a column as any other
     if kind == "pixels":
@@ -184,7 +183,7 @@ def find_classifier(config: PredictConfig | ExportConfig) -> ClassifierSource:
     if config.classifier is None:
         return ClassifierSource(replace(config.frozen, encoder=tested_encoder(config)))
     folder, named = Path(config.classifier), changed_settings(config).get("encoder")
-    if is_kept_head(folder):
+    if (folder / DESCRIPTION_FILE).is_file():
         return find_encoder_of_head(load_head(folder), named)
     require(named is None, "encoder", named, f"null with {folder}, which has its own encoder")
     return ClassifierSource(EncoderConfig(str(find_tested_run(folder, "classifier") or folder)))
@@ -236,14 +235,6 @@ def open_classifier(found: ClassifierSource, channels: int) -> Classifier:
 # --- the command line ---
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    """Predict with the settings of the command line, or of `arguments`.
-
-    Images are read as a kept head's training images were, or those of the run.
-    """
-    return predict(*parse_classifier(PredictConfig, arguments))
-
-
 def parse_classifier(config_class: type, arguments: Sequence[str] | None) -> tuple[Any, LoadedSplits | None]:
     """Read a config that may name a classifier: see `parse_and_load`."""
     return parse_and_load(
@@ -252,6 +243,9 @@ def parse_classifier(config_class: type, arguments: Sequence[str] | None) -> tup
         lambda config: find_classifier(config).frozen.encoder,
         lambda config: find_classifier(config).how_read,
     )
+
+
+main = command_of(predict, PredictConfig, parse_classifier)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.messages import counted, printable, shortened, warn
 
 THRESHOLD = 0.5  # of the probability of a class that is named, where an image has several
-MAX_ASPECT = 16  # a longer image would have to be enlarged beyond all memory
 PALETTE_COLORS = 256
 OTHER_CLASSES = "other classes"  # of masks, which the classifier does not know
 OVERLAY_OPACITY = 0.5
@@ -164,10 +163,6 @@ class MaskPredictions(Predictions):
         """Write the masks of images of a split, and return their rows."""
         self.classifier.network.to(self.accelerator.device)
         for batch in read_images(images, self.data, size=None):
-            height, width = batch.pixels.shape[2:]
-            if max(height, width) > MAX_ASPECT * min(height, width):
-                problem = f"{width} x {height} pixels are too long for a mask: cut it in parts"
-                batch = ImageBatch(batch.images, batch.pixels[..., :1, :1], [problem])
             yield batch.table({name: [value] for name, value in self.write(batch).items()}, self.data)
 
     def write(self, batch: ImageBatch) -> dict[str, object]:

@@ -36,8 +36,6 @@ class Evaluation:
     kind: EvaluationKind
     help: str
     """One line for `mpp --help`."""
-    is_share_of_images: bool = False
-    """Whether its accuracy is the share of test images that are right, and has Wilson's interval without outcomes."""
     case_key: str = "case"
     """Key of a result that a comparison shows as its case if the result has no `case`: fewshot's is `shots`."""
     revision: int = 0
@@ -62,7 +60,6 @@ INCLUDED = (
         "frozen features",
         "few-shot accuracy of frozen features",
         case_key="shots",
-        is_share_of_images=True,
     ),
     Evaluation(
         "knn",
@@ -71,7 +68,6 @@ INCLUDED = (
         "frozen features",
         "kNN accuracy of frozen features",
         case_key="neighbours",
-        is_share_of_images=True,
     ),
     Evaluation(
         "linear",
@@ -79,7 +75,6 @@ INCLUDED = (
         "evaluation.config.LinearConfig",
         "frozen features",
         "linear probe of frozen features",
-        is_share_of_images=True,
     ),
     Evaluation(
         "finetune",
@@ -87,7 +82,6 @@ INCLUDED = (
         "evaluation.config.FinetuneConfig",
         "fine-tuning",
         "fine-tune on labelled images",
-        is_share_of_images=True,
     ),
     Evaluation(
         "masked",

@@ -11,16 +11,12 @@ import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from evaluation.config import ContrastiveConfig, ReportConfig, SupervisedConfig, VisualizeConfig
 from evaluation.figures.charts import CONFUSION_FILE, plot_series
-from evaluation.frozen.results import (
-    describe_baselines,
-    way_to_random_weights,
-)
+from evaluation.frozen.results import describe_baselines, way_to_random_weights
 from evaluation.frozen.run_images import (
     CLASSIFIERS,
     config_class_of,
@@ -43,7 +39,7 @@ from evaluation.pages.page import (
     write_page,
 )
 from evaluation.visualize import pictures_folder, visualize
-from mpp.config import Config, ModelConfig, TrainingConfig, changed_settings, flatten, rebuild, require
+from mpp.config import Config, TrainingConfig, flatten, rebuild, require
 from mpp.config.imports import COPIES, OPTION, files_in, name_of_import, require_imports
 from mpp.config.parsing import as_command_line, parse_saved
 from mpp.errors import UserError
@@ -206,9 +202,7 @@ def next_steps(folder: Path, history: History, parts: Sequence[str]) -> list[str
 def describe_growth(folder: Path) -> str:
     """The way to continue a finished run, by its schedule."""
     config = read_settings(folder)
-    if config is None:
-        return "raise run.steps"
-    if config.is_fine_tuning:
+    if config is None or config.is_fine_tuning:
         return "the same command with a larger run.steps and another run.dir"
     steps = config.run.steps
     stable = config.optim.stable_steps(steps)
@@ -359,16 +353,13 @@ def picture_blocks(config: ReportConfig, folder: Path) -> list[Block]:
 
 
 def settings_blocks(folder: Path) -> list[Block]:
-    """The command that repeats the run, or its settings where no command does; and the versions of this process."""
+    """The command that repeats the run, where one does; all settings; and the versions of this process."""
     config = read_settings(folder)
-    if type(config) in COMMANDS:
-        shown = command_to_repeat(config, folder)
-    else:
-        shown = (folder / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
     versions = ", ".join(f"{name} {version}" for name, version in recorded_versions().items())
     return [
-        Text(shown, code=True),
-        Text(f"{CONFIG_FILE} in the run folder has all settings. This page was written by {versions}."),
+        *([Text(command_to_repeat(config, folder), code=True)] if type(config) in COMMANDS else []),
+        Text(f"{CONFIG_FILE} in the run folder. This page was written by {versions}."),
+        Text((folder / CONFIG_FILE).read_text(encoding="utf-8", errors="replace"), code=True),
     ]
 
 
@@ -381,20 +372,18 @@ def read_settings(folder: Path) -> TrainingConfig | None:
 
 
 def command_to_repeat(config: TrainingConfig, folder: Path) -> str:
-    """The command that repeats a run in a folder next to its own, with the run's precision and revision of the data.
+    """The command that repeats a run by its config.yaml, in a folder next to its own.
 
     A branch is repeated from its first step: the bits are the same, and its trunk may be gone.
     """
-    revision = recorded_commit(folder) or config.data.revision
-    always = {"run.precision": config.run.precision, "run.dir": f"{folder}_again"}
-    settings = changed_settings(rebuild(config, {"run.branch_from": None, "data.revision": revision}))
-    optim = replace(config.optim, warmup_steps=None, momentum=None).resolved(config.run.steps)
-    chosen = {"optim.warmup_steps": optim.warmup_steps, "optim.momentum": optim.momentum}
-    if config.model.name is None and config.model.init_from is None:
-        chosen |= {f"model.{name}": number for name, number in ModelConfig().numbers().items()}
-    settings = {key: value for key, value in settings.items() if chosen.get(key) != value} | always
+    changes: dict[str, Any] = {"run.dir": f"{folder}_again"}
+    if config.run.branch_from is not None:
+        changes["run.branch_from"] = None
+    if recorded_commit(folder) is not None:
+        changes["data.revision"] = recorded_commit(folder)
     imports = dict.fromkeys(f"{OPTION}={name_of_import(file)}" for file in files_in(folder / COPIES))
-    return shlex.join(["mpp", COMMANDS[type(config)], *imports, *as_command_line(settings)])
+    words = [*imports, f"--config={folder / CONFIG_FILE}", *as_command_line(changes)]
+    return shlex.join(["mpp", COMMANDS[type(config)], *words])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,26 +8,19 @@ Two readings: a batch norm and a linear layer on each patch, trained as DINOv2's
 the mask. The score is the mean IoU over the classes, of all held-out pixels together.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from evaluation.config import SegmentationConfig
-from evaluation.figures.charts import DPI, figure_style
-from evaluation.figures.images import plot_segmentation
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid, resolve_depths
 from evaluation.frozen.features import LabelledFeatures, describe_input, describe_training_images, views_for
-from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
+from evaluation.frozen.kept_heads import save_head
 from evaluation.frozen.results import as_baseline, evaluate_by_depth, report_path_of_command, write_probe_report
-from evaluation.frozen.run_images import LoadedSplits, check_labels_unseen, parse_and_load
-from evaluation.metrics.scoring import Outcomes, best_choice, evenly_spaced, score_of
+from evaluation.frozen.run_images import LoadedSplits, check_labels_unseen, command_of
+from evaluation.metrics.scoring import Outcomes, best_choice, score_of
 from evaluation.patches.features import (
     Encode,
     Reading,
@@ -42,10 +35,8 @@ from evaluation.patches.features import (
 from evaluation.patches.masks import MaskedViews, load_masked_images
 from mpp.data.data_path import describe_source
 from mpp.data.workers import deaths_explained
-from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import counted
-from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main, start_alone
 
 EvaluatedReading = tuple[dict[str, Any], Reading]
@@ -74,11 +65,6 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         report, evaluated = evaluate_depths(extracted.by_depth, config)
         if any(extracted.left_out.values()):
             report["left_out"] = extracted.left_out
-        if config.images:
-            features = extracted.by_depth[report["protocol"]["chosen_depth"]]
-            chosen = evenly_spaced(len(features.test), config.images)
-            images = torch.stack([views[1][FIXED_VIEW, index].images for index in extracted.tested[chosen].tolist()])
-            write_picture(path.with_suffix(".pictures.png"), images, features, chosen, evaluated)
         extracted.by_depth.clear()  # before those of a baseline are in memory, too
         report["baselines"] = {}
         for name, (encode, depths_there) in open_baselines(encoder, depths, config).items():
@@ -89,17 +75,18 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     if config.save:
         reading = evaluated[0][1]
         outputs = reading.classify.out_features
-        description = HeadDescription(
+        save_head(
+            path,
+            reading,
+            config.frozen,
             task="pixels",
             class_names=report["labels"]["class_names"][:outputs],
             class_numbers=extracted.class_numbers[:outputs].tolist(),
             representation="patches",
             depth=report["protocol"]["chosen_depth"],
             input=describe_input(encoder, config.data, accelerator),
-            **describe_encoder(config.frozen),
             learned=describe_training_images(config.data, train),
         )
-        save_head(path.with_name(f"{path.stem}_head"), reading, description)
     return report
 
 
@@ -156,28 +143,7 @@ def outcomes_of(reading: Reading, features: LabelledFeatures) -> Outcomes:
     return Outcomes("pixels", confusion.sum(2), confusion, features.class_names, features.test_images)
 
 
-@figure_style()
-def write_picture(
-    path: Path, images: Tensor, features: LabelledFeatures, chosen: NDArray[np.int64], evaluated: list[EvaluatedReading]
-) -> None:
-    """Write image, mask and predictions of some test images.
-
-    Args:
-        images: (n, C, H, W) from 0 to 255.
-        chosen: their indices in `features`, which are of the depth that was evaluated.
-    """
-    masks = features.test_labels[chosen]
-    columns = {"mask": masks}
-    for result, reading in evaluated:  # of several seeds the last
-        columns[result["case"]] = np.stack([*predict_pixels(reading, features.test[chosen], masks.shape[1:])])
-    shown = as_rgb(stretch(images)).movedim(1, -1).numpy()
-    plot_segmentation(shown, columns, len(features.class_names)).savefig(path, dpi=DPI)
-    print(f"wrote {path}")
-
-
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Evaluate with the settings of the command line, or of `arguments`."""
-    return run(*parse_and_load(SegmentationConfig, arguments))
+main = command_of(run, SegmentationConfig)
 
 
 if __name__ == "__main__":

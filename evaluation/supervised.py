@@ -28,7 +28,7 @@ from evaluation.config import OneRunConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import LabelledSplits, load_labelled
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import SUPERVISED_REPORT, LoadedSplits, check_labels_unseen, note_other_images
+from evaluation.frozen.run_images import SUPERVISED_REPORT, LoadedSplits, check_labels_unseen
 from evaluation.metrics.scoring import (
     Outcomes,
     add_figures,
@@ -64,7 +64,7 @@ from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
 from mpp.runtime.weights import CLASSIFIER, ENCODER
 from mpp.training.flops import executed_flops
-from mpp.training.log import UNREADABLE_FILE, Tracker, last_scalars
+from mpp.training.log import UNREADABLE_FILE, Tracker
 from mpp.training.run import train, write_run_page
 from mpp.training.run_folder import read_record
 from mpp.training.task import ImageTask, to_device
@@ -148,7 +148,6 @@ class Classification(ImageTask):
         frozen = load_frozen_encoder(config.encoder, config.checkpoint, *how, drop_path_rate=config.drop_path)
         if getattr(frozen.model, "attn_pool", None) is not None:
             raise Unavailable(f"encoder is {config.encoder}, which pools by attention and cannot be fine-tuned here")
-        note_other_images(config.encoder, config.data)
         if config.weights == config.encoder:  # of other weights it is unknown
             self.licence = frozen.model.pretrained_cfg.get("license")
         if config.activation_checkpointing:
@@ -270,8 +269,6 @@ def result_of_run(folder: Path, seed: int) -> dict[str, Any]:
     Held-out images that cannot be decoded are noted, and counted as `left_out`.
     """
     outcomes = load_outcomes(folder / OUTCOMES_NAME)
-    if outcomes is None:  # a run of an earlier version
-        return {"seed": seed, "accuracy": last_scalars(folder)["heldout/accuracy"]}
     (result,) = add_figures([{"seed": seed, "outcomes": outcomes}])
     left_out = read_record(folder)["held_out"]["images"] - len(outcomes)
     if left_out > 0:

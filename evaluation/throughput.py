@@ -7,7 +7,6 @@ medians, and the median and range of the rounds' ratios. `pip install -e '.[peer
 models have the width, depth, heads, patches, batch and precision of the one that is asked for.
 """
 
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -261,8 +260,6 @@ def time_loading(side: int, size: int, rounds: int) -> pd.DataFrame:
 
 def measure(config: ThroughputConfig) -> dict[str, Any]:
     """Print the tables; return all figures: seconds by round, FLOPs, the machine's highest rate, ratios."""
-    if config.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     accelerator = start(RunConfig(trackers=(), precision=config.precision))
     model = ModelConfig(name=config.model, img_size=config.img_size)
     encoder = build_encoder(model)

@@ -14,7 +14,6 @@ from comparisons import cases_in
 from conftest import ROOT
 
 from evaluation.comparison.cases import read_entries
-from evaluation.comparison.rows import with_interval
 from evaluation.comparison.tables import write_comparison
 from evaluation.config import CompareConfig
 from mpp.config.parsing import parse
@@ -28,15 +27,12 @@ WITH_SWEEPS = "rates_cifar10"
 def write_tables(name: str, folder: Path) -> dict:
     """Write what a comparison's results say into a folder; returns what its results.json would have."""
     config = ROOT / "configs" / "compare" / f"{name}.yaml"
-    cases = {(case.entry.name, case.dataset.name): case for case in cases_in(config).values()}
+    cases = {(case.entry.name, case.dataset.name) for case in cases_in(config).values()}
     first, *others = read_entries(parse(CompareConfig, ["--config", str(config)])).questions
     if name == WITH_SWEEPS:
         first = replace(first, encoders=None)
-    rows = []
-    for row in json.loads((RESULTS / name / "results.json").read_text())["results"]:
-        case = cases.get((row["evaluation"], row["dataset"]))  # None: of a sweep
-        if case is not None:
-            rows.append(with_interval(row, case))
+    rows = json.loads((RESULTS / name / "results.json").read_text())["results"]
+    rows = [row for row in rows if (row["evaluation"], row["dataset"]) in cases]  # the others are of a sweep
     return write_comparison(folder, [first, *others], rows, {}, [])
 
 

@@ -22,12 +22,7 @@ from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE, keep_start, measure_drift
 from mpp.features.neighbours import find_other_neighbours
-from mpp.features.probe import (
-    agreement,
-    general_source,
-    load_general_images,
-    settings_of_general_images,
-)
+from mpp.features.probe import agreement, general_source, load_general_images, settings_of_general_images
 from mpp.models.networks import build_model
 from mpp.pretrain import reopen
 from mpp.training.log import read_history

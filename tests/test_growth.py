@@ -311,7 +311,7 @@ def test_the_report_says_how_a_run_ended_and_the_command_that_trains_longer(runs
 
 def test_a_branch_is_repeated_without_its_trunk():
     assert command_to_repeat(config(*WSD, "--run.branch_from=runs/trunk@2"), Path("runs/branch")) == (
-        "mpp pretrain --optim.schedule=wsd --optim.cooldown=0.5 --run.precision=auto --run.dir=runs/branch_again"
+        "mpp pretrain --config=runs/branch/config.yaml --run.dir=runs/branch_again --run.branch_from=null"
     )
 
 

@@ -22,14 +22,7 @@ from evaluation.figures.charts import markdown_table
 from evaluation.frozen import features as frozen_features
 from evaluation.frozen.features import LabelledFeatures
 from evaluation.frozen.results import describe_baselines, write_report
-from evaluation.metrics.scoring import (
-    KINDS,
-    Outcomes,
-    add_figures,
-    best_choice,
-    result_entries,
-    summarize_accuracies,
-)
+from evaluation.metrics.scoring import KINDS, Outcomes, add_figures, best_choice, result_entries, summarize_accuracies
 from evaluation.supervision.learners import learner_of
 from mpp.config import DataConfig
 from mpp.data.labels import find_label_kind, find_labels, read_labels

@@ -18,13 +18,7 @@ from mpp.errors import UserError
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_model
-from mpp.models.plain import (
-    cell_grid,
-    gather_tokens,
-    is_plain,
-    prepare_tokens,
-    run_blocks,
-)
+from mpp.models.plain import cell_grid, gather_tokens, is_plain, prepare_tokens, run_blocks
 from mpp.training.optim import build_optimizer
 
 NUMBERS = dict(width=32, depth=3, heads=2)

@@ -12,9 +12,7 @@ from traffic import count_traffic
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig, RunConfig
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_model
-from mpp.models.plain import (
-    has_bf16_residual,
-)
+from mpp.models.plain import has_bf16_residual
 
 NUMBERS = dict(width=32, depth=3, heads=2, img_size=32, patch_size=8)
 MODEL = ModelConfig(**NUMBERS)

@@ -16,15 +16,13 @@ from evaluation.config import (
     FinetuneConfig,
     KnnConfig,
     LinearConfig,
-    ProbeDataConfig,
     SegmentationConfig,
 )
 from evaluation.frozen.results import report_path, report_suffix
-from evaluation.frozen.run_images import load_images_of, note_other_images, parse_and_load
+from evaluation.frozen.run_images import load_images_of, parse_and_load
 from mpp.config import SourceConfig
 from mpp.data import sources
 from mpp.errors import UserError
-from mpp.runtime import messages
 
 FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
 
@@ -94,28 +92,6 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, capsys):
     assert own_images("floor:pixels") == FewshotConfig().data
 
 
-def test_settings_from_python_take_over_nothing_and_a_note_says_so(pretrain, image_folder, tmp_path, capsys):
-    folder = pretrain(f"--data.path={image_folder}", *CUT, "--data.range=[0, 51]", "--data.nodata=7")
-    own = own_images(folder)
-    capsys.readouterr()
-
-    def noted(note, *given) -> str:
-        messages.tell.cache_clear()  # as in a new process
-        note(*given)
-        return capsys.readouterr().out
-
-    birds = f"note: data.path is null: these are the package's birds, and not the images of {folder}"
-    read = f"{folder} learned from images that were read with data.range [0.0, 51.0] (here null)"
-    assert birds in noted(note_other_images, str(folder), SourceConfig())
-    here = ProbeDataConfig(path=str(image_folder), workers=0)
-    few = dict(shots=1, seeds=0, precision="fp32", threads=1, out=str(tmp_path / "f.json"))
-    said = noted(fewshot.run, FewshotConfig.of(encoder=str(folder), data=here, **few))
-    assert read in said and birds not in said
-    of_a_head = {"range": None, "nodata": None, "channels": 3, "bands": None}
-    assert noted(note_other_images, str(folder), here, of_a_head) == ""
-    assert noted(note_other_images, str(folder), own) == ""
-
-
 def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_path, monkeypatch):
     """The run noted a commit, which a folder does not have."""
     saved = yaml.safe_load((trained / "config.yaml").read_text())
@@ -128,7 +104,9 @@ def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_p
     monkeypatch.chdir(tmp_path)
     assert own_images(trained).revision == "0" * 40
     (tmp_path / "some" / "set").mkdir(parents=True)
-    with pytest.raises(UserError, match=rf"{trained} was trained on the hub's dataset some/set, but .*set is here"):
+    for number in range(40):
+        (tmp_path / "some" / "set" / f"{number}.png").write_bytes(encoded(picture(number)))
+    with pytest.raises(UserError, match=f"set no longer holds the images of {trained}"):
         own_images(trained)
     here = own_images(trained, "--data.path=./some/set")
     assert (here.path, here.revision) == ("./some/set", None)

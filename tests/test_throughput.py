@@ -84,7 +84,7 @@ def test_parts_that_fail_or_hang_leave_the_others_alone(tmp_path, monkeypatch):
     (tmp_path / "fails.py").write_text("raise RuntimeError('CUDA error: an illegal memory access was encountered')")
     (tmp_path / "hangs.py").write_text("print('begun', flush=True)\nwhile True: pass")
     with open(tmp_path / "report.txt", "w") as file:
-        report = gpu_report.Report(file, "cpu", time.monotonic() + 1)
+        report = gpu_report.Report(file, {}, time.monotonic() + 1)
         for part in ("fails", "hangs", "fails"):
             report.add(part, part)
     failed, hung, late = (tmp_path / "report.txt").read_text().split("== ")[1:]
@@ -122,6 +122,6 @@ def test_a_speed_that_cannot_be_measured_is_none(monkeypatch):
             Path(settings["out"]).write_text(json.dumps({"seconds": {"mpp training step": [0.1, 0.2, 0.3]}}))
 
     monkeypatch.setattr(gpu_report.Report, "add", add)
-    report = gpu_report.Report(None, "cuda", 0.0)
+    report = gpu_report.Report(None, {}, 0.0)
     assert report.add_training("vit_base_patch16_224", 256, compile=False) == 1280
     assert report.add_training("vit_base_patch16_224", 256, compile=True) == 0

@@ -15,11 +15,7 @@ from mpp.corruption import Corruption, Kind
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
-from mpp.models.plain import (
-    attention_at,
-    cell_grid,
-    set_attention,
-)
+from mpp.models.plain import attention_at, cell_grid, set_attention
 from mpp.models.variants import RELATIVE, PositionedAttention
 
 NUMBERS = dict(width=24, depth=2, heads=3, img_size=32, patch_size=8)

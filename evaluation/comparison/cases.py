@@ -306,7 +306,7 @@ def datasets_of(evaluation: EvaluationEntry, datasets: list[DatasetEntry]) -> li
     """The images of an evaluation: once the run's own, or those that its options name."""
     if "data.path" in evaluation.options:
         name = Path(evaluation.options["data.path"] or "birds").name
-        return [replace(datasets[0], name=name, group=None, images=None)]
+        return [replace(datasets[0], name=name, group=None)]
     is_masked = EVALUATIONS[evaluation.command].kind == "masked patches"
     return [replace(datasets[0], group=None)] if is_masked else datasets
 

@@ -19,17 +19,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from evaluation.comparison.cases import (
-    TRUNK_SETTING,
-    Case,
-    Encoder,
-    case_digest,
-    provenance,
-    training_digest,
-)
+from evaluation.comparison.cases import TRUNK_SETTING, Case, Encoder, case_digest, provenance, training_digest
 from evaluation.config.comparing import Question
 from evaluation.frozen.run_images import find_run, lineage
-from evaluation.metrics.intervals import wilson
 from evaluation.metrics.scoring import (
     ONE_CLASS,
     LabelKind,
@@ -247,15 +239,6 @@ def write_scores(folder: Path, rows: Iterable[Row]) -> None:
 def name_of(row: Row) -> str:
     """The name of a row's scores in their file."""
     return " ".join(str(row.get(key)) for key in ("digest", "case", "seed"))
-
-
-def with_interval(row: Row, case: Case) -> Row:
-    """A row of an accuracy without its interval, such as a published one, with Wilson's where the images are known."""
-    images = case.dataset.images
-    is_share = row["kind"] == "test" and case.evaluation.is_share_of_images and "score" not in row  # R2, say
-    if images is None or not is_share or "interval" in row:
-        return row
-    return row | {"images": images, "interval": list(wilson(row["accuracy"] * images, images))}
 
 
 # --- cost ---

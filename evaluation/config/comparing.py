@@ -27,8 +27,6 @@ class ThroughputConfig(Settings):
     """Compute type. auto: bf16 where the hardware computes in it."""
     compile: bool = False
     """Compile all models that are trained with torch.compile."""
-    device: Literal["auto", "cpu"] = "auto"
-    """auto: a GPU where there is one."""
     rounds: int = setting(15, at_least=1)
     """Measured rounds, after three warm-up rounds."""
     jpeg_side: int = setting(256, at_least=1)
@@ -99,8 +97,6 @@ class DatasetEntry(Settings):
     """Settings of every evaluation on them, such as {data.path: ...}."""
     group: str | None = None
     """Group whose mean is reported too (VTAB: natural, specialised, structured)."""
-    images: int | None = None
-    """Number of test images, for the intervals of published results that did not record it."""
 
 
 @dataclass(frozen=True)

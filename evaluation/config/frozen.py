@@ -370,8 +370,6 @@ class SegmentationConfig(Settings):
     class_names: tuple[str, ...] | None = setting(None, operational=True)
     """Names of the classes by their number in the masks, from 0, in tables and predictions. null: class 0, class 1 and
     so on; for the package's birds background and bird."""
-    images: int = setting(6, at_least=0)
-    """Number of held-out images in the picture. 0: no picture."""
     strict: bool = False
     """Refuse images or masks that cannot be decoded. false: leave them out and list them."""
     out: str | None = setting(None, operational=True)

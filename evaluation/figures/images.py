@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
 
-import matplotlib
 import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -15,7 +14,6 @@ from evaluation.figures.charts import VALUE_COLORS, WIDTH, figure_style
 
 MIN_HEIGHT = 2.4  # inches, for the label of a colour bar
 BAR_WIDTH = 0.8  # inches, of a colour bar with its label
-MAX_COLORS_OF_CLASSES = 20
 
 
 @figure_style()
@@ -60,17 +58,3 @@ def grid_of_images(
 def side_by_side(*columns: Iterable[NDArray]) -> list[NDArray]:
     """The first image of each column, then the second ones, and so on."""
     return [*chain(*zip(*columns, strict=True))]
-
-
-def plot_segmentation(images: NDArray[np.uint8], columns: dict[str, NDArray[np.int64]], classes: int) -> Figure:
-    """A row for each image: the image, its mask, and the predicted classes.
-
-    Args:
-        images: (B, H, W, 3).
-        columns: title -> (B, H, W) class of each pixel; -1: ignored.
-    """
-    colors = matplotlib.colormaps["tab20" if classes > 2 else "cividis"].with_extremes(bad="0.9")
-    count = min(classes, MAX_COLORS_OF_CLASSES)
-    painted = [colors(np.ma.masked_less(masks, 0) % count / max(1, count - 1)) for masks in columns.values()]
-    title = "classes of held-out images, from features of patches"
-    return grid_of_images(side_by_side(images, *painted), 1 + len(columns), title, ["original", *columns])

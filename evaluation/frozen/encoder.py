@@ -14,7 +14,7 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig, ProbeDataConfig
-from evaluation.frozen.run_images import COLOUR_BASELINE, is_colour_baseline, note_other_images
+from evaluation.frozen.run_images import COLOUR_BASELINE, is_colour_baseline
 from mpp.config import HOW_READ, ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import Unavailable
 from mpp.features.frozen import features_at, stages
@@ -144,11 +144,8 @@ def load_frozen_encoder(
 
 def open_frozen_encoder(frozen: EncoderConfig, data: ProbeDataConfig) -> FrozenEncoder | ColorBaseline:
     """Load the encoder that a command's settings name, for the channels of its images."""
-    encoder = load_frozen_encoder(
-        frozen.encoder, frozen.checkpoint, frozen.random, frozen.img_size, frozen.seed, data.channels
-    )
-    note_other_images(frozen.encoder, data)
-    return encoder
+    how = frozen.checkpoint, frozen.random, frozen.img_size, frozen.seed, data.channels
+    return load_frozen_encoder(frozen.encoder, *how)
 
 
 def check_channels(encoder: FrozenEncoder, channels: int, setting: str = "encoder") -> None:

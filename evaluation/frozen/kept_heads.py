@@ -102,8 +102,16 @@ def describe_encoder(frozen: EncoderConfig) -> dict[str, Any]:
     }
 
 
-def save_head(folder: Path, head: nn.Module, description: HeadDescription) -> None:
-    """Write a head, complete or not at all, replacing an earlier one, and print how to use it."""
+def save_head(report: Path, head: nn.Module, frozen: EncoderConfig, **about: Any) -> None:
+    """Write a head, complete or not at all, replacing an earlier one, and print how to use it.
+
+    Args:
+        report: next to which it is written.
+        frozen: the encoder whose features it takes.
+        about: the other entries of its description.
+    """
+    description = HeadDescription(**describe_encoder(frozen), **about)
+    folder = report.with_name(f"{report.stem}_head")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with complete(folder) as partial:
         partial.mkdir()
@@ -112,11 +120,6 @@ def save_head(folder: Path, head: nn.Module, description: HeadDescription) -> No
         text = json.dumps(asdict(description), indent=1, ensure_ascii=False)
         (partial / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
     print(f"wrote {folder}: mpp predict --classifier {folder} --data.path NEW_IMAGES")
-
-
-def is_kept_head(folder: Path) -> bool:
-    """Whether a folder holds a head."""
-    return (folder / DESCRIPTION_FILE).is_file()
 
 
 def load_head(folder: Path) -> KeptHead:

@@ -17,13 +17,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.config import FeaturesConfig, ProbeConfig
-from evaluation.figures.charts import (
-    DPI,
-    figure_style,
-    markdown_table,
-    plot_by_depth,
-    write_details,
-)
+from evaluation.figures.charts import DPI, figure_style, markdown_table, plot_by_depth, write_details
 from evaluation.frozen.features import (
     ExtractedFeatures,
     LabelledFeatures,
@@ -35,9 +29,9 @@ from evaluation.frozen.features import (
 from evaluation.frozen.run_images import (
     EVALUATED_SETTINGS,
     LoadedSplits,
+    command_of,
     find_run,
     is_colour_baseline,
-    parse_and_load,
     run_source,
 )
 from evaluation.metrics.scoring import (
@@ -45,7 +39,6 @@ from evaluation.metrics.scoring import (
     add_figures,
     best_choice,
     describe_labels,
-    describe_result,
     evenly_spaced,
     kind_of_report,
     labelled_outcomes,
@@ -147,10 +140,7 @@ def commands_of_probe(
     def run(config: ProbeConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
         return run_probe(config, command, lambda features: evaluate(features, config), group_by, loaded, kinds)
 
-    def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-        return run(*parse_and_load(config_class, arguments))
-
-    return run, main
+    return run, command_of(run, config_class)
 
 
 def rank_of_test_features(features: LabelledFeatures) -> float:
@@ -394,7 +384,7 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     print_images(report, describe_baselines(report))
     result = shown_result(report)
     if result:
-        headings = [describe_result(result), "value (95% interval)"]
+        headings = [path.stem, "value (95% interval)"]
         print(markdown_table(headings, kind_of_report(report).rows(result)))
     write_classes(path, report)
 

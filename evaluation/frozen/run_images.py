@@ -10,7 +10,7 @@ FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the b
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,26 +23,17 @@ from numpy.typing import NDArray
 from timm import is_model
 
 from evaluation.config import ContrastiveConfig, OneRunConfig, SupervisedConfig
-from mpp.config import (
-    HOW_READ,
-    Config,
-    DataConfig,
-    SourceConfig,
-    as_words,
-    flatten,
-    rebuild,
-    settings_of,
-)
+from mpp.config import HOW_READ, Config, DataConfig, SourceConfig, flatten, rebuild, settings_of
 from mpp.config.parsing import ConfigT, check_given, read
 from mpp.data.columns import is_encoded, read_cell
-from mpp.data.data_path import could_be_hub_name, describe_source, is_hub_dataset, is_local, is_url
+from mpp.data.data_path import describe_source, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import differences, digest_listing, identify_images
 from mpp.data.labels import AUTO
 from mpp.data.shards import list_stream_files, load_streamed
 from mpp.data.sources import image_arguments, load_image_datasets, load_splits
 from mpp.errors import ReadFailed, UnreadableImage, UserError
-from mpp.models.descriptions import as_saved, how_read, is_named
+from mpp.models.descriptions import how_read, is_named
 from mpp.runtime.messages import is_first_process, note, tell, warn
 from mpp.runtime.weights import run_of
 from mpp.training.run_folder import read_record, recorded_commit, saved_settings
@@ -193,6 +184,17 @@ def parse_and_load(
     return config, load_unchanged_splits(run, config.data) if takes_run_images else None
 
 
+def command_of(
+    run: Callable[[Any, LoadedSplits | None], Any], config_class: type, parse: Callable = parse_and_load
+) -> Callable[..., Any]:
+    """The `main(arguments)` of a command: `run` with the settings of the command line, or of `arguments`."""
+
+    def main(arguments: Sequence[str] | None = None) -> Any:
+        return run(*parse(config_class, arguments))
+
+    return main
+
+
 def settings_from_run(run: Path, data: SourceConfig, path_is_named: bool) -> dict[str, Any]:
     """The settings below `data` that a command inherits from the run of its encoder.
 
@@ -236,12 +238,7 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
     path, place = source.path, absolute_path(source.path)
     if not record or not is_first_process() or absolute_path(data.path) != place:
         return None
-    if could_be_hub_name(path) and recorded_commit(run) is not None:
-        if is_local(path):
-            raise UserError(
-                f"{run} was trained on the hub's dataset {path}, but {place} is here, too: "
-                f"use --data.path ./{path} for the folder, or call from another folder"
-            )
+    if recorded_commit(run) is not None and not is_local(path):
         return None
     if not (path is None or is_url(path) or is_local(path)):
         raise UserError(f"the images of {run} were at {place}, which is gone; give their new place with --data.path")
@@ -304,26 +301,6 @@ def moved_source(run: Path, path: str | None) -> SourceConfig | None:
 def absolute_path(path: str | None) -> str | None:
     """A local path without links and relative parts; a URL, and None for the package's birds, as they are."""
     return path if path is None or is_url(path) else str(Path(path).expanduser().resolve())
-
-
-def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, Any] | None = None) -> None:
-    """Note images that are read in another way than an encoder's, or that are the package's birds in their place.
-
-    Command lines take both over from the encoder (see `parse_and_load`); settings that are made in Python do not.
-
-    Args:
-        learned: how the images of a kept head were read; empty or None: as those of its encoder.
-    """
-    with suppress(UserError):  # a hub that does not answer now: the encoder is loaded already
-        learned = learned or how_read(encoder)
-    for name in HOW_READ if learned else ():
-        way, here = learned.get(name, getattr(SourceConfig, name)), getattr(data, name)
-        if as_saved(way) != as_saved(here):
-            ways = f"data.{name} {as_words(way)} (here {as_words(here)})"
-            note(f"{encoder} learned from images that were read with {ways}")
-    run = find_run(encoder)
-    if run is not None and data.path is None and run_source(run).path is not None:
-        note(f"data.path is null: these are the package's birds, and not the images of {run}")
 
 
 def load_images_of(

@@ -36,8 +36,6 @@ from mpp.runtime.messages import printable
 
 Result = dict[str, Any]
 MEANS_OVER_CLASSES = ("class_mean", "macro_f1")
-KEYS_OF_A_RESULT = ("case", "shots", "neighbours", "solver", "lr", "seed", "depth")
-"""Entries of a result that name it, where it has them."""
 USUAL_NEIGHBOURS = 20
 """Of kNN in all comparisons, as in DINO."""
 IMAGES_A_CLASS = 5
@@ -407,14 +405,6 @@ def shown_result(report: dict[str, Any]) -> dict[str, Any] | None:
     chosen = report.get("protocol", {}).get("chosen_depth")
     kept = [each for each in report["results"] if "outcomes" in each and each.get("depth", chosen) == chosen]
     return max(kept, key=lambda each: (each.get("neighbours") == USUAL_NEIGHBOURS, each.get("shots", 0)), default=None)
-
-
-def describe_result(result: Result) -> str:
-    """A result in words: `shots 25, seed 0`."""
-    named = {key: str(result[key]) for key in KEYS_OF_A_RESULT if key in result}
-    if named.get("case") == named.get("shots"):  # without several penalties
-        named.pop("case", None)
-    return ", ".join(f"{key} {value}" for key, value in named.items())
 
 
 # --- summaries ---

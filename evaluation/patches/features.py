@@ -67,8 +67,6 @@ class ExtractedPatches(NamedTuple):
     """Of the patches (n, h, w, D); the labels are masks (n, H, W) of classes from 0 without gaps, and IGNORED_CLASS."""
     class_numbers: NDArray[np.int16]
     """(C,) numbers of the classes in the files of the masks, ascending."""
-    tested: NDArray[np.int64]
-    """Indices of the test images that can be decoded."""
     left_out: dict[str, int]
     """Number of the others, of train and test."""
 
@@ -102,7 +100,7 @@ def extract_patches(
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
         by_depth[depth] = LabelledFeatures(of_train, train_masks, of_test, test_masks, *about)
     left_out = {"train": len(train.unreadable), "test": len(test.unreadable)}
-    return ExtractedPatches(by_depth, numbers, test.kept, left_out)
+    return ExtractedPatches(by_depth, numbers, left_out)
 
 
 def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str]:

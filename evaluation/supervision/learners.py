@@ -22,19 +22,8 @@ from evaluation.frozen.features import LabelledSplits, label_problem
 from mpp.config import ImageSize, ModelConfig, changed_settings, require, sides
 from mpp.errors import UserError
 from mpp.features.frozen import pool
-from mpp.models.encoder import (
-    SET_ELSEWHERE,
-    Normalize,
-    build_encoder,
-    load_encoder,
-    with_architecture,
-)
-from mpp.models.plain import (
-    checkpoint_activations,
-    has_class,
-    is_plain,
-    model_without_memory,
-)
+from mpp.models.encoder import SET_ELSEWHERE, Normalize, build_encoder, load_encoder, with_architecture
+from mpp.models.plain import checkpoint_activations, has_class, is_plain, model_without_memory
 from mpp.runtime.hardware import uses_gpu
 
 OF_VITS = ("width", "depth", "heads", "patch_size", "init_from", "dropout", "drop_path", "position", "position_at")

@@ -32,12 +32,7 @@ from torch import Tensor, nn
 
 from mpp.config import Grid, ImageSize, require
 from mpp.models.encoder import Weights, resample
-from mpp.models.plain import (
-    BIAS_TABLE,
-    attention_at,
-    sincos_2d,
-    uses_autocast,
-)
+from mpp.models.plain import BIAS_TABLE, attention_at, sincos_2d, uses_autocast
 
 RELATIVE = ("relative", "relative_bias", "rope")
 PATCHES = "b (h w) d"  # patterns of einops: the patches of an image as one sequence,
