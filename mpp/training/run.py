@@ -118,9 +118,10 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
 
 
 def describe_overrides(config: TrainingConfig) -> str:
-    """The settings that are not the defaults, in a line."""
-    settings = " ".join(f"{key}={value}" for key, value in changed_settings(config).items())
-    return f"settings: {settings or 'the defaults'} (all of them: --run.print_config true)"
+    """The run folder and the settings that are not the defaults, in a line."""
+    settings = changed_settings(config.in_named_folder())
+    named = " ".join(f"{key}={value}" for key, value in settings.items())
+    return f"settings: {named} (all of them: --run.print_config true)"
 
 
 def build_and_train(
