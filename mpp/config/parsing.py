@@ -23,7 +23,6 @@ CONFIGS = next(folder / "configs" for folder in Path(__file__).parents[1:] if (f
 """Folder of the configs that mpp brings: in the installed package, or next to it in a checkout."""
 UNKNOWN = "unknown setting "
 NAMES_ELSEWHERE = {
-    "lr": "optim.lr",
     "mask_ratio": "corruption.rate",
     "embed_dim": "model.width",
     "num_heads": "model.heads",
@@ -154,7 +153,8 @@ def find(key: str, known: Mapping[str, Setting]) -> Setting:
         return known[key]
     group, _, name = key.rpartition(".")
     members = [name for name in known if name.startswith(f"{group or key}.")]
-    ours = NAMES_ELSEWHERE.get(name, "none")
+    same = (each for each in known if each.endswith(f".{name}"))  # without its group
+    ours = NAMES_ELSEWHERE.get(name) or next(same, "none")
     hint = f" (did you mean {ours}?)" if ours.split()[0] in known else did_you_mean(key, known)
     allowed = ", ".join(members or groups_of(known))
     raise UserError(f"{UNKNOWN}{key}{hint if group or not members else ', a group'}; allowed: {allowed}")
