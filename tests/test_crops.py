@@ -59,6 +59,12 @@ def test_a_ratio_that_never_fits_gives_the_centre():
     assert crop_box(100, 10, DataConfig(crop_area=(1.0, 1.0)), [0.5] * 40) == (43, 0, 13, 10)
 
 
+def test_a_crop_may_lie_at_either_edge():
+    quarter = DataConfig(crop_area=(0.25, 0.25), crop_ratio=(1.0, 1.0))
+    assert crop_box(10, 20, quarter, [0.5, 0.5, 0.0, 0.0] * 10) == (0, 0, 7, 7)
+    assert crop_box(10, 20, quarter, [0.5, 0.5, 0.999, 0.999] * 10) == (3, 13, 7, 7)
+
+
 def test_crop_is_the_resized_box_and_perhaps_flipped():
     pixels = picture()  # 40 x 48
     config = DataConfig(crop_area=(1.0, 1.0), crop_ratio=(1.2, 1.2))
