@@ -15,7 +15,7 @@ from mpp.config import DataConfig, ImagesConfig
 from mpp.data.columns import read_cell
 from mpp.data.dataset import ImageDataset
 from mpp.data.remote import announce_hub_lookup
-from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
+from mpp.data.sources import find_held_out_split, image_arguments, load_image_datasets, load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime.randomness import FIXED_VIEW
 
@@ -165,6 +165,7 @@ def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
     [
         (["train", "test", "valid"], "valid"),
         (["train", "test", "dev", "validation"], "validation"),
+        (["train", "validation", "extra"], "validation"),
         (["train", "Testing"], "Testing"),
         (["train", "valves"], None),
     ],
@@ -172,6 +173,11 @@ def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
 def test_a_split_is_held_out_by_any_word_for_it(names, held_out):
     """As datasets of the hub have it. A test split would be tuned on. Without one, a part of the other is cut off."""
     assert find_held_out_split(DataConfig(), names) == held_out
+
+
+def test_arguments_name_the_images_and_not_how_they_are_loaded():
+    source = SourceConfig(path="my images", cut_seed=3, read_retries=2)
+    assert image_arguments(source) == " --data.path 'my images' --data.cut_seed 3"
 
 
 def test_shards_have_the_split_of_their_name_or_else_of_their_folder(tmp_path):
