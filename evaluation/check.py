@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from statistics import mean
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -114,7 +114,7 @@ def read_images(task: Pretraining) -> tuple[list[str], set[str]]:
 
 
 def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, Batch]:
-    """Take some steps, and return their mean cost and a batch.
+    """Take some steps, and return their median cost and a batch.
 
     The first step counts only if it is the only one.
     """
@@ -132,7 +132,7 @@ def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, Batch]:
             break
     memory = memory_bytes(task.accelerator.device)
     checkpoint = bytes_of([training_step.model.state_dict(), dict(training_step.optimizer.state)])
-    cost = StepCost(mean(seconds[1:] or seconds), mean(waiting[1:] or waiting), memory, checkpoint)
+    cost = StepCost(median(seconds[1:] or seconds), median(waiting[1:] or waiting), memory, checkpoint)
     return cost, passes[0]
 
 

@@ -123,7 +123,7 @@ def report(config: ReportConfig) -> Path:
         Section("features", "Features, by the probe", feature_blocks(history, start), in_columns=True),
         Section("evaluations", "Evaluation of the features", evaluation_blocks(folder)),
         Section("pictures", "Pictures of held-out images, weights and features", picture_blocks(config, folder)),
-        Section("settings", "The command to repeat the run, and versions", settings_blocks(folder)),
+        Section("settings", "Settings, and versions", settings_blocks(folder)),
     ]
     points = verdict_points(folder, history)
     write_page(path, Page(str(folder), describe_run(folder, history), points, warnings_of(folder), sections))

@@ -11,7 +11,7 @@ import pytest
 from conftest import dataset_of, encoded, picture, views_of
 from image_files import write_tar
 
-from mpp.config import DataConfig, ImagesConfig
+from mpp.config import DataConfig, ImagesConfig, SourceConfig
 from mpp.data.columns import read_cell
 from mpp.data.dataset import ImageDataset
 from mpp.data.remote import announce_hub_lookup

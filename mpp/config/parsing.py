@@ -153,7 +153,7 @@ def find(key: str, known: Mapping[str, Setting]) -> Setting:
         return known[key]
     group, _, name = key.rpartition(".")
     members = [name for name in known if name.startswith(f"{group or key}.")]
-    same = (each for each in known if each.endswith(f".{name}"))  # without its group
+    same = (each for each in known if each.endswith(f".{name}") and known[each].is_shown)  # without its group
     ours = NAMES_ELSEWHERE.get(name) or next(same, "none")
     hint = f" (did you mean {ours}?)" if ours.split()[0] in known else did_you_mean(key, known)
     allowed = ", ".join(members or groups_of(known))

@@ -70,7 +70,7 @@ def warn_of_depth(images: ImageDataset, config: ImagesConfig) -> None:
     if depths and all(depths):
         most, white = map(max, zip(*depths, strict=True))
         reach = f"values of {images.split} images reach {most:g}, and {white:g} becomes white"
-        warn(f"{reach} (data.range {as_words(config.range)}): are they of another depth? data.range says which")
+        warn(f"{reach} (data.range {as_words(config.range)}): are they of another depth? --data.range '[0, LARGEST]'")
 
 
 def note_tested(

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.retry import NETWORK_ERRORS, SERVER_ERRORS, is_temporary, read_with_retries, server_response
-from mpp.errors import ReadFailed, UserError, one_line
+from mpp.errors import ReadFailed, UserError, did_you_mean, one_line
 from mpp.runtime.messages import tell
 
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
@@ -41,7 +41,7 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
     retries = config.read_retries
     source = describe_source(config)
     if is_hub_dataset(config):
-        source += f" (not a file or folder in {Path.cwd()})"
+        source += f" ({not_here(config)})"
         if huggingface_hub.constants.HF_HUB_OFFLINE or not finds_host(huggingface_hub.constants.ENDPOINT):
             retries = 0
     return read_with_retries(load, f"the server of {source}", retries, SERVER_ERRORS)
@@ -59,8 +59,14 @@ def finds_host(url: str) -> bool:
 def announce_hub_lookup(config: ImagesConfig) -> None:
     """Print that `data.path` is looked up on the hub, before the network takes its time: a folder may be meant."""
     if is_hub_dataset(config):
-        problem = f"{describe_source(config)} is not a file or folder in {Path.cwd()}"
-        tell(f"{problem}: looking for it on the hub")
+        tell(f"{describe_source(config)} is {not_here(config)}: looking for it on the hub")
+
+
+def not_here(config: ImagesConfig) -> str:
+    """That `data.path` is no file here, in words, with the most similar name."""
+    folder = Path(config.path).parent
+    names = map(str, folder.iterdir()) if folder.is_dir() else ()
+    return f"not a file or folder in {Path.cwd()}{did_you_mean(config.path, names)}"
 
 
 def resolve_commit(config: ImagesConfig, begun_with: str | None = None) -> str | None:

@@ -223,7 +223,8 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> No
             f"{', '.join(GROWING_SETTINGS)} may differ: choose another run.dir, or the same values to continue"
         )
     steps = config.run.steps
-    require(steps >= done, "run.steps", steps, f"at least {done}, the steps of {folder} that are done")
+    allowed = f"at least {done}, the steps of {folder} that are done; or choose another run.dir"
+    require(steps >= done, "run.steps", steps, allowed)
     same = same_until(config, before, done)
     if same < done:
         raise UserError(
