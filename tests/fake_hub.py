@@ -7,7 +7,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,8 +29,6 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     cut: bool = False
     """Whether the connection is reset in the middle of the answer."""
-    stall: float = 0.0
-    """Seconds before the answer."""
 
 
 class FakeHub(ThreadingHTTPServer):
@@ -83,7 +80,6 @@ class FakeHubHandler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         fault = self.server.next_fault(f"{self.command} {self.path}") or Fault(200)
         self.cut = fault.cut
-        time.sleep(fault.stall)
         if fault.status == 0:
             return self.reset()
         if fault.status != 200:

@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpp.config import ModelConfig, OptimConfig, RunConfig
-from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
-from mpp.runtime.start import start
 from mpp.training import parallel
 from mpp.training.optim import build_optimizer
 
@@ -130,9 +128,3 @@ def test_gradients_are_sent_after_each_pass(group_of):
                 sharded.wrapped(images).sum().backward()
         sharded.wrapped(images).sum().backward()
     assert counted.calls[SCATTER, torch.float32] == 5 * 3
-
-
-@pytest.mark.parametrize(("name", "value"), [("shard_over", "node"), ("sync_gradients", "last_pass")])
-def test_other_ways_of_sharding_are_refused(name, value):
-    with pytest.raises(UserError, match=f"{name} is {value}; it must be "):
-        start(RunConfig(**{name: value}, trackers=()))
