@@ -16,7 +16,6 @@ from evaluation.config import (
     CompareConfig,
     ContrastiveConfig,
     FinetuneConfig,
-    LinearConfig,
     SegmentationConfig,
     SupervisedConfig,
     SweepConfig,
@@ -126,12 +125,8 @@ def test_a_warm_up_ends_before_its_run(config_class):
     with pytest.raises(UserError, match=r"optim\.warmup_steps is 50; it must be less than run\.steps \(50\), or null"):
         parse(config_class, ["--run.steps=50", "--optim.warmup_steps=50"])
     assert parse(config_class, ["--run.steps=50", "--optim.warmup_steps=49"]).optim.warmup(50) == 49
-    assert parse(config_class, ["--run.steps=50"]).optim.warmup(50) < 50
     optim = parse(config_class, ["--run.steps=50", "--optim.warmup_steps=null"]).optim
     assert [optim.warmup(steps) for steps in (4, 50, 500, 1200)] == [0, 10, 100, 100]
-    if config_class is FinetuneConfig:
-        with pytest.raises(UserError, match=r"optim\.warmup_steps is 30; it must be less than dev_steps \(30\)"):
-            parse(config_class, ["--run.steps=50", "--dev_steps=30", "--optim.warmup_steps=30"])
 
 
 MAE = ["--network.name=autoencoder", "--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0"]
@@ -139,23 +134,16 @@ STUDENT = ["--distill.teacher={teacher}"]
 PER_PATCH = ["--objective.name=pixels", "--objective.normalize=patch"]
 NEED = [  # a command, a setting, beside what it has no effect, beside what it has one (None: there is nothing)
     (Config, "objective.normalize=patch", [[], ["--objective.name=hog"]], ["--objective.name=pixels"]),
-    (Config, "objective.bits=2", [["--objective.name=hog"], PER_PATCH], ["--objective.name=pixels"]),
     (Config, "corruption.block=3", [[], ["--corruption.pattern=blockwise"]], ["--corruption.pattern=blocks"]),
     (Config, "model.residual=bf16", [["--run.precision=fp32"]], []),
     (Config, "network.decoder_heads=2", [[]], MAE),
     (Config, "optim.adam_scale=2", [["--optim.name=adam"], ["--optim.name=sgd"]], []),
-    (Config, "optim.betas=[0.8,0.9]", [["--optim.name=sgd"]], ["--optim.name=adam"]),
     (Config, "data.shuffle_block=3", [[]], ["--data.streaming=true"]),
     (Config, "data.eval_fraction=0.5", [["--data.eval_split=test"]], ["--data.eval_split=null"]),
-    (Config, "data.revision=v2", [[]], ["--data.path=somebody/cats"]),
     (Config, "run.project=mine", [[], ["--run.trackers=[]"]], ['--run.trackers=["tensorboard","wandb"]']),
-    (Config, "probe.images=3", [["--probe.every=0"]], []),
     (FinetuneConfig, "run.eval_every=100", [[]], None),
     (ContrastiveConfig, "views.jitter_probability=0.5", [["--views.jitter=0"]], []),
-    (FinetuneConfig, "checkpoint=w.safetensors", [["--init=random"]], []),
-    (LinearConfig, "l2=0.1", [["--protocol=mae"]], []),
     (VisualizeConfig, "residual=true", [["--pictures=filters"]], ['--pictures=["filters","attention_rollout"]']),
-    (SegmentationConfig, "neighbours=5", [["--readings=linear"]], []),
     (SegmentationConfig, "data.mask_column=m", [[]], ["--data.path=somebody/scenes"]),
     (PrepareConfig, "quality=80", [["--format=ppm"]], []),
 ]

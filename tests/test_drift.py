@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from server import Command, finish
 from sklearn.neighbors import NearestNeighbors
 
-from evaluation import contrastive
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError
@@ -120,15 +119,6 @@ def test_general_images_are_those_of_the_splits_or_halves(tmp_path, splits, coun
     assert [len(each) for each in load(tmp_path / "images")[:2]] == counts
 
 
-def test_a_column_of_a_table_is_their_label(tmp_path):
-    write_classes(tmp_path, 8)
-    lines = [f"{'cat' if number % 2 else 'dog'}/{number:02d}.png,{number // 4}" for number in range(8)]
-    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,kind", *lines]))
-    assert load(tmp_path, label_column="kind").reference.class_names == ["0", "1"]
-    with pytest.raises(UserError, match=r"^probe\.label_column is sort; probe\.path .* has"):
-        load(tmp_path, label_column="sort")
-
-
 @pytest.mark.parametrize(
     ("path", "said"),
     [
@@ -195,23 +185,9 @@ def test_a_run_goes_on_with_its_general_images_or_with_none(pretrain, stopped_at
     assert json.loads((run / "data.json").read_text())["probe.path"]["images"] == 15
 
 
-def test_a_run_from_random_weights_has_no_start(finished_run):
-    assert not (finished_run / START_FILE).exists()
-    assert not [name for line in read_history(finished_run) for name in line if name.startswith(("general", "drift"))]
-
-
 def test_a_run_among_general_images_is_refused(pretrain, general):
     with pytest.raises(UserError, match=r"^run\.dir is .*, inside the images of .*general: its pictures would join"):
         pretrain("--probe.every=4", f"--probe.path={general}", dir=general / "run")
-
-
-@pytest.mark.faults
-def test_contrastive_training_knows_general_images_and_drift(tmp_path, general, finished_run):
-    words = [*TINY, *PROBED, *ADAM, f"--model.init_from={finished_run}", f"--run.dir={tmp_path / 'run'}"]
-    contrastive.main([*words, f"--probe.path={general}"])
-    moved = read_metrics(tmp_path / "run", "drift/weights/all")
-    assert moved[0] == 0 < moved[4]
-    assert 4 in read_metrics(tmp_path / "run", "general/knn/depth_02")
 
 
 @pytest.mark.faults

@@ -3,28 +3,26 @@
 import contextlib
 import ctypes
 import fcntl
-import multiprocessing
 import os
 import pickle
 import pty
 import random
+import re
 import resource
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from multiprocessing import resource_sharer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -333,30 +331,9 @@ def test_a_second_signal_ends_at_once(tmp_path, tally):
     tally("a second SIGTERM", 1)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_full_disk(tmp_path, tally, undisturbed, processes):
-    """Metrics fit, the optimiser's state does not."""
-    options = [SELDOM[0], "--model.width=48", "--run.steps=12", "--run.log_every=100", "--run.trackers=[]"]
-    cut = tmp_path / "cut"
-    run = begin(cut, *options, processes=processes, prepare=partial(die_at, 5))
-    assert run.wait() == [-signal.SIGKILL] * processes, run.said
-    before = newest_step(cut)
-    run = begin(cut, *options, processes=processes, prepare=partial(limit_files, 100_000))
-    fails(run, f"step_{before + 2:08d}: the checkpoint cannot be written", "File too large", f"{before}]")
-    assert newest_step(cut) == before and not is_writing(cut)
-    finish(begin(cut, *options, processes=processes))
-    same(undisturbed(*options, processes=processes), cut)
-    tally(f"full disk, {processes} process{'es' * (processes > 1)}", 1)
-
-
-def test_a_disk_that_is_full_of_metrics(tmp_path, tally, undisturbed):
-    """Those of some 30 steps fit."""
-    options = [*SELDOM, "--run.steps=80", "--run.trackers=[]"]
-    run = begin(tmp_path / "run", *options, prepare=partial(limit_files, 12_000))
-    fails(run, "metrics.jsonl cannot be written: File too large")
-    finish(begin(tmp_path / "run", *options))
-    same(undisturbed(*options), tmp_path / "run")
-    tally("full disk while metrics are written", 1)
+def fill_disk() -> None:
+    """Metrics fit, from update 5 on the optimiser's state does not."""
+    at_update(5, lambda rank: limit_files(100_000))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, tally, undisturbed):
@@ -507,55 +484,15 @@ def test_a_bomb_is_refused_in_little_memory(tally):
     tally("decompression bomb", 1)
 
 
-def dies_with_its_batch(seconds: float) -> None:
-    """A loader process dies while it hands over a batch: its socket is closed, and the process is not gone yet."""
-    from mpp.data.decoding import decode as decoding
-
-    decode, detach = decoding.decode, resource_sharer.DupFd.detach
-    dying = context.Event()
-
-    def decode_and_die(*given):
-        if multiprocessing.current_process().name == workers.PROCESS_NAME and not dying.is_set():
-            dying.set()
-            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return decode(*given)
-
-    def closed(self):
-        if dying.is_set():
-            address, _ = self._id
-            with socket.socket(socket.AF_UNIX) as leaving:  # as one that hears of the death in the handshake does
-                leaving.connect(address)
-            raise EOFError
-        return detach(self)
-
-    decoding.decode, resource_sharer.DupFd.detach = decode_and_die, closed
-
-
-def test_a_loader_process_that_dies_with_its_batch_is_named(tmp_path, image_folder, tally):
-    options = [f"--data.path={image_folder}", "--data.workers=2", "--run.steps=50"]
-    run = begin(tmp_path / "run", *options, prepare=partial(dies_with_its_batch, 0.4))
-    fails(run, "a loader process died (")
-    tally("a loader process dies", 1)
-
-
-def deadly(data: bytes, slow: bool) -> None:
-    """Decoding this image kills the process, as a fault in a decoder or a lack of memory does."""
+def deadly(slow: bool) -> None:
+    """Decoding the image 07.png kills the process, as a fault in a decoder or a lack of memory does."""
     from mpp.data.decoding import decode as decoding
     from mpp.training.loop import TrainingStep
 
-    decode, begin = decoding.decode, TrainingStep.begin
+    decode, begin_step, data = decoding.decode, TrainingStep.begin, encoded(picture(7))
     decoding.decode = lambda *given: os.kill(os.getpid(), 9) if given[0] == data else decode(*given)
     if slow:  # then the main process is not waiting for data when it hears of it
-        TrainingStep.begin = lambda *args, **kwargs: (time.sleep(0.3), begin(*args, **kwargs))[1]
-
-
-@pytest.mark.parametrize("slow", [False, True])
-def test_a_loader_process_that_dies_names_the_image(tmp_path, image_folder, tally, slow):
-    data = (image_folder / "cat" / "07.png").read_bytes()
-    options = [f"--data.path={image_folder}", "--data.workers=2", "--data.eval_fraction=0.01", "--run.steps=50"]
-    run = begin(tmp_path / "run", *options, prepare=partial(deadly, data, slow))
-    fails(run, "a loader process died (", "07.png; take this image out")
-    tally("a loader process dies", 1)
+        TrainingStep.begin = lambda *args, **kwargs: (time.sleep(0.3), begin_step(*args, **kwargs))[1]
 
 
 def small_shared_memory() -> None:
@@ -590,11 +527,6 @@ def stuck() -> None:
         raise UserError("the run fails")
 
     TrainingStep.begin = fail
-
-
-def test_a_loader_process_that_hangs_does_not_keep_the_run(tmp_path, tally):
-    fails(begin(tmp_path / "run", "--data.workers=2", prepare=stuck), "the run fails")
-    tally("a loader process hangs while the run ends", 1)
 
 
 def lose_a_fork(file: Path) -> None:
@@ -633,19 +565,7 @@ def lack_a_batch(take_number: int) -> None:
     Loop.load_batch = failing_load
 
 
-@pytest.mark.parametrize(
-    "pass_number", range(4), ids=["step 0, pass 0", "step 0, pass 1", "step 1, pass 0", "step 1, pass 1"]
-)
-def test_a_batch_that_one_of_two_processes_lacks_ends_both(tmp_path, tally, pass_number):
-    """In any pass of the first two steps: DDP communicates in the first pass of the second one, too."""
-    prepare = partial(lack_a_batch, pass_number + 1)
-    run = begin(tmp_path / "run", "--data.batch_size=2", processes=2, prepare=prepare)
-    fails(run)
-    assert run.said.count("images cannot be read; ") == 2
-    tally("a batch that one of two processes lacks: both end", 1)
-
-
-def lack_a_held_out_image(rank: str, number: int) -> None:
+def lack_a_view(rank: str, number: int) -> None:
     """On a process of this rank, this held-out view (from 1) since training began cannot be read."""
     from mpp.data.views import FIXED_VIEW, ViewDataset
     from mpp.errors import ReadFailed
@@ -669,19 +589,6 @@ def lack_a_held_out_image(rank: str, number: int) -> None:
     ViewDataset.__getitem__, TrainingStep.finish = failing_view, noted
 
 
-@pytest.mark.parametrize(("rank", "number"), [("1", 2), ("0", 5)], ids=["in a loader", "for the picture"])
-def test_a_held_out_image_that_one_of_two_processes_lacks_ends_both_with_a_checkpoint(tmp_path, tally, rank, number):
-    """Each has four of the eight images; after them the main process reads some for a picture."""
-    prepare = partial(lack_a_held_out_image, rank, number)
-    run = begin(tmp_path / "run", "--run.checkpoint_every=99", processes=2, prepare=prepare)
-    fails(run)
-    assert run.said.count("images cannot be read; a checkpoint after step 4 is written") == 2
-    assert newest_step(tmp_path / "run") == 4
-    finish(begin(tmp_path / "run", "--run.checkpoint_every=99", processes=2))
-    assert 4 in read_metrics(tmp_path / "run", "heldout/loss")
-    tally("a held-out image that one of two processes lacks: both end", 1)
-
-
 def poison() -> None:
     """On the second of two processes, the gradient of step 5 is infinite."""
     from mpp.training.loop import TrainingStep
@@ -696,17 +603,51 @@ def poison() -> None:
     TrainingStep.begin = poisoned
 
 
+class Fault(NamedTuple):
+    what: str
+    happens: Callable[[], None]
+    """In each process."""
+    options: tuple[str, ...]
+    said: str
+    """By each process: a pattern."""
+    processes: int = 1
+
+
 TWELVE = (SELDOM[0], "--run.steps=12")
+LITTLE = (*TWELVE, "--model.width=48", "--run.trackers=[]")
+METRICS = (*SELDOM, "--run.steps=80", "--run.trackers=[]")
+OWN_IMAGES = ("--data.path={images}", "--data.workers=2", "--data.eval_fraction=0.01", "--run.steps=50")
+NO_ROOM = r"step_00000006: the checkpoint cannot be written \(.*File too large.*4\]"
+DIED = r"a loader process died \(.*07\.png; take this image out"
+LACKS = "images cannot be read; "
+FAULTS = [
+    Fault("full disk, 1 process", fill_disk, LITTLE, NO_ROOM),
+    Fault("full disk, 2 processes", fill_disk, LITTLE, NO_ROOM, 2),
+    Fault("full disk while metrics are written", partial(limit_files, 12_000), METRICS, "metrics.jsonl cannot be writ"),
+    Fault("a loader process dies", partial(deadly, False), OWN_IMAGES, DIED),
+    Fault("a loader process dies", partial(deadly, True), OWN_IMAGES, DIED),
+    Fault("a loader process hangs while the run ends", stuck, ("--data.workers=2",), "the run fails"),
+    Fault("a gradient that is not finite, two processes", poison, TWELVE, "gradient of step 5 is not finite", 2),
+]
+for number in range(1, 5):  # DDP communicates in the first pass of the second step, too
+    what = "a batch that one of two processes lacks: both end"
+    FAULTS.append(Fault(what, partial(lack_a_batch, number), ("--data.batch_size=2",), LACKS, 2))
+for rank, number in (("1", 2), ("0", 5)):  # in a loader, and for a picture
+    what, said = "a held-out image that one of two processes lacks: both end", f"{LACKS}a checkpoint after step 4 is"
+    FAULTS.append(Fault(what, partial(lack_a_view, rank, number), SELDOM[1:], said, 2))
 
 
-def test_what_is_not_finite_stops_every_process(tmp_path, tally, undisturbed):
-    run = begin(tmp_path / "run", *TWELVE, processes=2, prepare=poison)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_all_processes_end_with_a_line_and_the_same_command_goes_on(tmp_path, tally, undisturbed, images, fault):
+    options = [option.format(images=images) for option in fault.options]
+    folder = tmp_path / "run"
+    run = begin(folder, *options, processes=fault.processes, prepare=fault.happens)
     fails(run)
-    assert run.said.count("loss or gradient of step 5 is not finite") == 2
-    assert newest_step(tmp_path / "run") == 4
-    finish(begin(tmp_path / "run", *TWELVE, processes=2))
-    same(undisturbed(*TWELVE, processes=2), tmp_path / "run")
-    tally("a gradient that is not finite, two processes", 1)
+    assert len(re.findall(fault.said, run.said)) >= fault.processes, run.said[-3000:]
+    assert not is_writing(folder) and not (folder / "encoder").exists()
+    finish(begin(folder, *options, processes=fault.processes))
+    same(undisturbed(*options, processes=fault.processes), folder)
+    tally(fault.what, 1)
 
 
 def test_one_of_two_processes_dies(tmp_path, tally, undisturbed):

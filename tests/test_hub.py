@@ -123,24 +123,19 @@ def unfinish(folder):
     shutil.rmtree(folder / "checkpoints" / "step_00000004")
 
 
-@pytest.mark.parametrize("way", [(), (STREAMED,), ("--probe.path=somebody/birds",)])
+@pytest.mark.parametrize("way", [(), (STREAMED,)], ids=["indexed", "streamed"])
 def test_a_run_is_of_one_commit_and_goes_on_with_it(fake_hub, run, tmp_path, way, tally):
-    """Though the branch moves, and two processes ask. Also where general images alone are of the hub."""
-    words, options, parts = [*way], {}, ("train", "held_out")
-    if way and way[0].startswith("--probe"):
-        words += ["--probe.every=2", "--run.eval_every=2"]
-        options, parts = {"path": str(BIRDS_FOLDER)}, ("probe.path", "probe.path, held out")
-    run(*words, **options)
-    assert [commits_of(tmp_path / "run")[part] for part in parts] == [COMMITS[0]] * 2
+    """Though the branch moves, and two processes ask."""
+    run(*way)
+    assert commits_of(tmp_path / "run") == {"train": COMMITS[0], "held_out": COMMITS[0]}
     unfinish(tmp_path / "run")
     (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
-    output = run(*words, **options)
+    output = run(*way)
     assert "after step 2" in output, output
-    assert commits_of(tmp_path / "run")[parts[0]] == COMMITS[0]
-    run(*words, name="two", processes=2, **options)
-    assert commits_of(tmp_path / "two")[parts[0]] == COMMITS[1]
-    if not options:
-        tally("hub: its branch moves while a run is stopped, and between two processes: one commit *", 2)
+    assert commits_of(tmp_path / "run")["train"] == COMMITS[0]
+    run(*way, name="two", processes=2)
+    assert commits_of(tmp_path / "two")["train"] == COMMITS[1]
+    tally("hub: its branch moves while a run is stopped, and between two processes: one commit *", 2)
 
 
 def test_what_is_cached_is_of_the_runs_commit_or_refused(fake_hub, run, tmp_path, tally):

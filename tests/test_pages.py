@@ -8,12 +8,8 @@ from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
-import timm
-import torch
 from conftest import ROOT, picture
-from image_files import tiff
 from PIL import Image
 
 from evaluation.cli import commands, locate_command
@@ -187,13 +183,8 @@ def test_the_python_of_the_page_on_encoders_works(finished_run, tmp_path, monkey
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(finished_run)
     Image.fromarray(picture(0)).save("photo.jpg")
-    of_photos, of_tiles = python_of("mpp/use_encoder.md")
+    of_photos, _ = python_of("mpp/use_encoder.md")
     names = {}
     exec(of_photos, names)
     width = names["encoder"].embed_dim
     assert names["features"].shape == (1, width) and names["tokens"].shape == (1, 1 + 16, width)
-    Path("tile.tif").write_bytes(tiff(np.full((40, 40, 4), 2500, np.uint16), planarconfig="contig"))
-    encoder = timm.create_model("vit_tiny_patch16_224", in_chans=4, img_size=32).eval()
-    names |= {"encoder": encoder, "expects": names["expects"] | {"mean": (0.5,) * 4, "std": (0.5,) * 4}}
-    exec(of_tiles, names)
-    torch.testing.assert_close(names["tokens"], encoder.forward_features(torch.full((1, 4, 32, 32), -0.5)))

@@ -8,7 +8,6 @@ import runpy
 from typing import NamedTuple
 
 import datasets
-import numpy as np
 import pytest
 import timm
 import torch
@@ -137,10 +136,6 @@ def test_real_labels_count_any_right_class_of_the_published_list(tmp_path, monke
     assert found.count(None) == 1
     figures = json.loads((tmp_path / "real.csv.json").read_text())["figures"]["all"]
     assert figures["images"] == 3 and figures["accuracy"] == pytest.approx(found.count(True) / 3)
-    with np.load("real.all.outcomes.npz") as outcomes:
-        right = (outcomes["targets"] == outcomes["predictions_0"][:, None]).any(1)
-        assert right.tolist() == [each for each in found if each is not None]
-        assert ((outcomes["targets"] >= 0).sum(1) > 1).sum() == 2
 
 
 def write_picture(file, seed: int) -> None:

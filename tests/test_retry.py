@@ -1,7 +1,6 @@
 """Images that cannot be read now, or not be decoded: tried again, reported, never made up."""
 
 import itertools
-import multiprocessing
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -16,12 +15,9 @@ from mpp.config import DataConfig
 from mpp.data import retry
 from mpp.data.columns import read_cell
 from mpp.data.dataset import ImageDataset
-from mpp.data.loader import fixed_view_batches
 from mpp.data.remote import from_a_server
 from mpp.data.retry import read_with_retries
-from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
-from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.training.checkpoint import kept_steps
 from mpp.training.loop import MIN_IMAGES, RECENT_IMAGES, Loop, refuse_undecodable
@@ -67,16 +63,6 @@ def test_a_hub_whose_address_is_unknown_is_not_asked_again(endpoint, expected_pa
     with pytest.raises(ReadFailed, match=said):
         from_a_server(load, DataConfig(path="owner/pictures", read_retries=3))
     assert pauses == expected_pauses
-
-
-def test_a_loader_processs_error_is_one_line(image_folder):
-    dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
-    image_folder.rename(image_folder.with_name("elsewhere"))
-    views = ViewDataset(dataset, DataConfig(workers=1, read_retries=0), 16)
-    with pytest.raises(ReadFailed, match=r"^\S*\.png cannot be read: [^\n]*$") as _:
-        list(fixed_view_batches(views, 4))
-    kill_workers()  # as at exit: pytest holds the error, and with it torch's iterator
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("name", ["a/gone.png", "b/gone.png"])
