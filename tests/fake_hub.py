@@ -1,4 +1,8 @@
-"""A fake hub for datasets on this machine: it answers the requests of `datasets`, and fails when a test says so."""
+"""A fake hub for datasets on this machine: it answers the requests of `datasets`, and fails when a test says so.
+
+It cannot show what the real one does beyond these answers: TLS, redirects to other servers, its own storage (Xet),
+limits of requests, and changes of its API, which is written down here as it was when this was written.
+"""
 
 import hashlib
 import json

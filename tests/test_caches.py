@@ -88,11 +88,6 @@ def write(folder: Path) -> None:
     (folder / str(os.getpid())).write_bytes(bytes(1000))
 
 
-def test_processes_wait_for_the_one_that_makes_a_folder_and_not_for_its_end(cache):
-    makers = start(lambda: [file.name for file in cached("key", write).iterdir()], 6)
-    assert all(len(names) == 1 for names in makers) and len({*map(tuple, makers)}) == 1
-
-
 def test_a_folder_that_another_process_uses_is_not_removed(cache):
     folder = cached("listing", write)
     with folder.with_name("listing.lock").open() as other:

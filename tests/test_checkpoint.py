@@ -1,15 +1,20 @@
 """Complete or absent, exact, checked."""
 
 import errno
+import pickle
 import shutil
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import weights_of
+from test_untrusted import Payload
 
 from mpp.errors import UserError
 from mpp.runtime.files import Held, hold
 from mpp.training.checkpoint import (
+    damaged_files,
     delete_other_checkpoints,
     kept_steps,
     load_checkpoint,
@@ -19,7 +24,7 @@ from mpp.training.checkpoint import (
 )
 
 
-def trained(seed, steps=3):
+def network(seed, steps=3):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 2))
     optimizer = torch.optim.AdamW([dict(params=model[0].parameters()), dict(params=model[1].parameters())], fused=True)
@@ -28,16 +33,15 @@ def trained(seed, steps=3):
     return model, optimizer
 
 
-def save(folder, step, keep=2, steps=3, always=()):
-    """Save a checkpoint of a model that was trained for some steps, and delete earlier ones."""
-    checkpoint = save_checkpoint(folder, step, snapshot(*trained(0, steps)))
-    delete_other_checkpoints(folder, step, keep, always)
-    return checkpoint
+def save(folder, step, always=()):
+    """Save a checkpoint of a model that was trained for some steps, and delete all earlier ones but one."""
+    save_checkpoint(folder, step, snapshot(*network(0)))
+    delete_other_checkpoints(folder, step, 2, always)
 
 
 def restored_step(folder):
     """The step of the checkpoint that is restored."""
-    return load_checkpoint(newest_whole(folder), *trained(1, steps=0))
+    return load_checkpoint(newest_whole(folder), *network(1, steps=0))
 
 
 def assert_same_weights(model, other):
@@ -52,9 +56,9 @@ def train(model, optimizer):
 
 
 def test_what_is_restored_goes_on_with_the_same_bits(tmp_path):
-    model, optimizer = trained(0)
+    model, optimizer = network(0)
     save_checkpoint(tmp_path, 3, snapshot(model, optimizer))
-    other, its_optimizer = trained(1, steps=0)
+    other, its_optimizer = network(1, steps=0)
     assert load_checkpoint(newest_whole(tmp_path), other, its_optimizer) == 3
     for _ in range(3):
         train(model, optimizer)
@@ -95,25 +99,40 @@ def test_only_the_newest_are_kept_and_those_to_branch_from(tmp_path):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "state"])
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys, damage, file):
-    save(tmp_path, 1, steps=1)
-    newest = save(tmp_path, 2, steps=2)
-    path = newest / ("state.json" if damage == "state" else file)
-    data = bytearray(path.read_bytes())
-    if damage == "delete":
-        path.unlink()
-    else:
-        data[-9] ^= 1
-        path.write_bytes(data[: len(data) // 2] if damage in ("truncate", "state") else data)
-    model, optimizer = trained(1, steps=0)
-    assert load_checkpoint(newest_whole(tmp_path), model, optimizer) == 1
-    expected, _ = trained(0, steps=1)
-    assert_same_weights(model, expected)
-    assert f"{newest} is damaged ({path.name})" in capsys.readouterr().err
-    save(tmp_path, 1, keep=1)  # a damaged checkpoint does not count as kept
-    assert kept_steps(tmp_path) == [1]
+def flipped(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+DAMAGES = {
+    "a bit flipped": flipped,
+    "truncated": lambda data: data[: len(data) // 2],
+    "a pickle in its place": lambda data: pickle.dumps(Payload(Path("run by a pickle"))),
+    "deleted": lambda data: None,
+}
+
+
+@pytest.mark.parametrize(
+    "damage", [each if each == "a bit flipped" else pytest.param(each, marks=pytest.mark.faults) for each in DAMAGES]
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    pretrain, trained, finished_run, tmp_path, monkeypatch, capsys, tally, damage, name
+):
+    """The run goes on from there, to the same bits."""
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(trained / "encoder")
+    file = trained / "checkpoints" / "step_00000004" / name
+    data = DAMAGES[damage](file.read_bytes())
+    file.unlink()
+    if data is not None:
+        file.write_bytes(data)
+    pretrain()
+    output = capsys.readouterr()
+    assert "step_00000004 is damaged (" in output.err and "after step 2" in output.out
+    assert f"({name})" in output.err or damage == "deleted" or name == "state.json"
+    assert weights_of(trained) == weights_of(finished_run)
+    assert not damaged_files(file.parent) and not Path("run by a pickle").exists()
+    tally(f"a checkpoint: {damage}", 1)
 
 
 def test_a_checkpoint_that_is_being_written_is_not_there(tmp_path, monkeypatch):
@@ -126,9 +145,9 @@ def test_a_checkpoint_that_is_being_written_is_not_there(tmp_path, monkeypatch):
     assert restored_step(tmp_path) == 2
 
 
-def test_what_a_killed_run_left_half_written_is_gone_when_it_goes_on(pretrain, request):
+def test_what_a_killed_run_left_half_written_is_gone_when_it_goes_on(pretrain, trained):
     """Its own files alone: the report and exported models are written by commands that do not hold the folder."""
-    run = request.getfixturevalue("trained")  # the name is a function's here
+    run = trained
     shutil.rmtree(run / "encoder")
     half_written = [".encoder.partial/model.safetensors", ".encoder_best.earlier/model.safetensors"]
     half_written += ["checkpoints/.step_00000003.partial/model.safetensors", ".data.json.partial"]

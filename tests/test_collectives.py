@@ -1,4 +1,7 @@
-"""What processes send in a step, counted in a process group that pretends to have many processes."""
+"""What processes send in a step, counted in a process group that pretends to have many processes.
+
+What is sent never arrives: numbers, order and waiting are not shown, and bytes are those of tensors, not of a wire.
+"""
 
 from collections import Counter
 from functools import partial

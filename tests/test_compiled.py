@@ -20,6 +20,8 @@ from mpp.models.networks import build_model
 from mpp.training.checkpoint import newest_step
 from mpp.training.loop import TrainingStep
 
+SGD = ("--optim.name=sgd", "--optim.lr=1e-2")
+"""Muon would amplify the rounding in which compiled kernels differ, and by how much depends on the CPU."""
 CLUSTER = ("--model.attention=fused", "--model.activation_checkpointing=true", "--model.drop_path=0.1")
 
 
@@ -76,54 +78,45 @@ def test_a_model_that_is_sharded_is_not_compiled(tmp_path):
     fails(run, "run.compile is true; it must be false where")
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    ("precision", "residual", "processes", "tolerance"),
-    [("bf16", "fp32", 1, 5e-3), ("bf16", "bf16", 1, 5e-3), ("fp32", "fp32", 2, 1e-5)],
-)
-def test_compiled_training_is_one_graph_and_the_same(tmp_path, precision, residual, processes, tolerance):
-    """Uncompiled, and compiled; then, by two processes, compiled again, killed on its way and resumed.
-
-    Of two processes the model has more than a megabyte of gradients: dynamo cuts its graph where they begin to travel.
-    """
-    words = [word for word in TINY if not word.startswith(("--run.precision", "--run.steps"))]
-    words += [*CLUSTER, f"--run.precision={precision}", f"--model.residual={residual}", "--run.steps=6"]
-    if processes > 1:
-        # SGD: Muon would amplify the rounding in which compiled kernels differ, and by how much depends on the CPU.
-        words += ["--model.width=192", "--model.depth=3", "--optim.name=sgd", "--optim.lr=1e-2"]
-    plain, compiled, killed = (f"--run.dir={tmp_path / name}" for name in ("plain", "compiled", "killed"))
+def losses_of_both(folder, words, tolerance, processes=1):
+    """Train uncompiled, and compiled: the losses are close, and the one graph is made for the first update alone."""
+    plain, compiled = (f"--run.dir={folder / name}" for name in ("plain", "compiled"))
     runs = (*words, plain, "then", *words, "--run.compile=true", compiled)
-    finish(Command("pretrain", *runs, processes=processes, prepare=partial(as_one_graph, tmp_path)))
-    losses = read_metrics(tmp_path / "compiled")
-    assert len(losses) == 6 and losses == pytest.approx(read_metrics(tmp_path / "plain"), abs=tolerance)
+    finish(Command("pretrain", *runs, processes=processes, prepare=partial(as_one_graph, folder)))
+    losses = read_metrics(folder / "compiled")
+    assert losses == pytest.approx(read_metrics(folder / "plain"), abs=tolerance)
     for rank in range(processes):
-        graphs = list(map(int, (tmp_path / f"{rank}.graphs").read_text().split()))
-        assert graphs == [0] * 6 + [graphs[6]] * 6 and graphs[6] >= 1  # compiled for the first update, and for no other
-    if processes == 1:
-        return
-    again = (*words, "--run.compile=true", killed)
-    run = Command("pretrain", *again, processes=processes, prepare=partial(as_one_graph, tmp_path, dies_at=5))
-    assert run.wait() == [-signal.SIGKILL] * processes and newest_step(tmp_path / "killed") == 4
-    finish(Command("pretrain", *again, processes=processes))
+        graphs = list(map(int, (folder / f"{rank}.graphs").read_text().split()))
+        assert graphs == [0] * len(losses) + [graphs[-1]] * len(losses) and graphs[-1] >= 1
+    return losses
+
+
+OF_64 = ("--model.img_size=64", *SGD)
+KINDS = {
+    "bf16": (5e-3, *CLUSTER, "--run.precision=bf16"),
+    "residual in bf16": (5e-3, *CLUSTER, "--run.precision=bf16", "--model.residual=bf16"),
+    "rotations, autoencoder": (1e-5, "--model.name=vit_small_patch16_dinov3", "--config=rivals/mae", *OF_64),
+    "rotations of each block": (1e-5, "--model.name=vit_small_patch16_rope_mixed_ape_224", *CLUSTER[1:], *OF_64),
+    "tables of biases": (1e-5, "--model.name=beit_base_patch16_224", *OF_64),
+}
+KINDS["rotations, autoencoder"] += ("--model.position=learned", "--network.decoder_depth=2")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_training_is_one_graph_and_the_same(tmp_path, kind):
+    tolerance, *options = KINDS[kind]
+    losses_of_both(tmp_path, (*TINY, *options), tolerance)
+
+
+@pytest.mark.faults
+def test_two_processes_that_compile_and_are_killed_end_with_the_same_bits(tmp_path):
+    """The model has more than a megabyte of gradients: dynamo cuts its graph where they begin to travel."""
+    words = (*TINY, *CLUSTER, "--run.steps=6", "--model.width=192", "--model.depth=3", *SGD)
+    losses = losses_of_both(tmp_path, words, 1e-5, processes=2)
+    again = (*words, "--run.compile=true", f"--run.dir={tmp_path / 'killed'}")
+    run = Command("pretrain", *again, processes=2, prepare=partial(as_one_graph, tmp_path, dies_at=5))
+    assert run.wait() == [-signal.SIGKILL] * 2 and newest_step(tmp_path / "killed") == 4
+    finish(Command("pretrain", *again, processes=2))
     assert weights_of(tmp_path / "compiled") == weights_of(tmp_path / "killed")
     assert read_metrics(tmp_path / "killed") == losses
-
-
-OF_OTHER_CLASSES = {
-    "vit_small_patch16_dinov3": ("--config=rivals/mae", "--model.position=learned", "--network.decoder_depth=2"),
-    "vit_small_patch16_rope_mixed_ape_224": ("--model.activation_checkpointing=true", "--model.drop_path=0.1"),
-    "beit_base_patch16_224": (),
-}
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("name", OF_OTHER_CLASSES)
-def test_rotations_and_tables_are_in_the_one_graph(tmp_path, name):
-    words = (*TINY, *OF_OTHER_CLASSES[name], f"--model.name={name}", "--model.img_size=64")
-    words += ("--optim.name=sgd", "--optim.lr=1e-2")  # as above
-    plain, compiled = (f"--run.dir={tmp_path / kind}" for kind in ("plain", "compiled"))
-    runs = (*words, plain, "then", *words, "--run.compile=true", compiled)
-    finish(Command("pretrain", *runs, prepare=partial(as_one_graph, tmp_path)))
-    losses = read_metrics(tmp_path / "compiled")
-    assert len(losses) == 4 and losses == pytest.approx(read_metrics(tmp_path / "plain"), abs=1e-5)
-    assert (tmp_path / "0.graphs").read_text().split() == ["0"] * 4 + ["1"] * 4

@@ -35,26 +35,17 @@ shares = st.floats(0.01, 0.99)
 VALID = {
     "run.steps": st.integers(1, 10**7),
     "run.seed": st.integers(0, 2**63 - 1),
-    "run.precision": st.sampled_from(["auto", "bf16", "fp32"]),
-    "run.compile": st.booleans() | st.just("auto"),
     "run.dir": st.text(string.ascii_letters + string.digits + "/_-. äß", min_size=1).filter(str.strip),
     "run.trackers": st.lists(st.sampled_from(["tensorboard", "wandb"]), max_size=2),
     "data.path": st.none() | st.text(string.ascii_letters, min_size=5).map("folder/".__add__),
-    "data.train_images": st.none() | st.integers(1, 10**7),
     "data.crop_area": st.tuples(shares, shares).map(sorted),
-    "data.crop_ratio": st.tuples(shares, shares).map(sorted),
-    "data.workers": st.none() | st.integers(0, 64),
     "model.drop_path": st.floats(0, 0.9),
     "model.mean": st.lists(shares, min_size=3, max_size=3),
     "corruption.rate": shares,
-    "corruption.pattern": st.sampled_from(["random", "blocks", "blockwise"]),
     "objective.name": st.sampled_from(["mean_color", "grid_color", "pixels", "hog"]),
-    "objective.bits": st.integers(1, 4),
     "optim.lr": st.floats(1e-12, 1e3),
-    "optim.betas": st.lists(shares, min_size=2, max_size=2),
     "optim.clip": st.none() | st.floats(0.001, 1e6),
     "optim.average": st.none() | shares,
-    "probe.every": st.integers(0, 10**6),
 }
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 junk = st.recursive(
@@ -86,8 +77,6 @@ def is_one_line_or_reads_back(config_class, arguments, folder, named: str = "") 
 @example({"run.steps": 1, "run.seed": 2**63 - 1, "run.dir": "a: #b", "run.trackers": [], "data.crop_area": [1.0, 1.0]})
 @given(st.fixed_dictionaries({}, optional=VALID))
 def test_what_is_valid_is_taken_and_reads_back(tmp_path, overrides):
-    if overrides.get("objective.name") == "hog":
-        overrides.pop("objective.bits", None)  # which has no effect there
     file = tmp_path / "given.yaml"
     nested: dict = {}
     for key, value in overrides.items():

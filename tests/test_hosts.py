@@ -1,4 +1,8 @@
-"""Two hosts: network namespaces of this machine, joined by a link that can be cut, throttled and reset. Needs root."""
+"""Two hosts: network namespaces of this machine, joined by a link that can be cut, throttled and reset. Needs root.
+
+They share a kernel, a clock, a memory and a disk: NCCL, GPUs, other libraries on one host and a file system over a
+network are not shown.
+"""
 
 import os
 import shutil

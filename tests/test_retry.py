@@ -81,7 +81,7 @@ def test_a_root_that_is_away_is_waited_for(tmp_path, monkeypatch):
     assert read_cell({"bytes": None, "path": str(file)}, 6, source=str(tmp_path / "data")) == file.read_bytes()
 
 
-@pytest.mark.parametrize(("step", "back_after"), [(2, 2), (1, None), (2, None), (5, None)])
+@pytest.mark.parametrize(("step", "back_after"), [(2, 2), (1, None), (5, None)])
 def test_a_folder_that_goes_away(pretrain, tmp_path, image_folder, monkeypatch, pauses, step, back_after):
     """It comes back while reads are tried again: the same bits. Or it does not: a checkpoint; the same bits later.
 

@@ -1,4 +1,7 @@
-"""The lines for Slurm of configs/running.md, read from that file, on a cluster of two virtual nodes."""
+"""The lines for Slurm of configs/running.md, read from that file, on a cluster of two virtual nodes.
+
+They are of one machine: GPUs, a slow network, a shared file system and cgroups are not shown.
+"""
 
 import re
 
