@@ -133,6 +133,7 @@ def note_means(folder):
     Classification.evaluate = noted
 
 
+@pytest.mark.faults
 def test_processes_judge_the_batch_norm_that_is_exported(tmp_path):
     """Each process has running means of its own images; those of the main process are exported."""
     options = [word for word in TINY if not word.startswith(("--probe", "--model"))]

@@ -51,6 +51,28 @@ def test_a_read_that_goes_on_failing_is_an_error(monkeypatch, pauses, tmp_path):
     assert pauses == [1, 2, 4, 1, 2]
 
 
+class RefusedError(Exception):
+    """What a client of a server raises: the answer is in it, or in what caused it."""
+
+    def __init__(self, status: int):
+        self.response = SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize("is_cause", [False, True])
+@pytest.mark.parametrize(
+    ("status", "expected_pauses"),
+    [*((status, []) for status in (400, 401, 403, 404, 410, 416)), *((status, [1, 2]) for status in (429, 500, 503))],
+)
+def test_an_answer_that_stays_the_same_is_not_asked_for_again(status, expected_pauses, is_cause, pauses):
+    error = RefusedError(status)
+    if is_cause:
+        error = OSError("cannot be read")
+        error.__cause__ = RefusedError(status)
+    with pytest.raises(ReadFailed, match=r"a\.png cannot be read"):
+        read_with_retries(Mock(side_effect=error), "a.png", 2, Exception)
+    assert pauses == expected_pauses
+
+
 @pytest.mark.parametrize(
     ("endpoint", "expected_pauses"), [("https://hub.invalid", []), ("http://127.0.0.1:1", [1, 2, 4])]
 )
