@@ -114,7 +114,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path, tally):
 
 @pytest.mark.parametrize("command", ["supervised", "soft", "contrastive", "finetune"])
 def test_other_trainings(tmp_path, trained, command, tally):
-    options = [*SMALL, f"--run.dir={tmp_path / 'run'}"]
+    options = [*SMALL, f"--run.dir={tmp_path / 'new'}"]
     if command != "contrastive":
         options = [word for word in options if not word.startswith("--probe")]
     if command == "soft":
