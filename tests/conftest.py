@@ -175,6 +175,23 @@ def kill_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(TrainingStep, "begin", dies)
 
 
+@pytest.fixture
+def stopped_at(pretrain, monkeypatch):
+    """stopped_at(3, "--optim.lr=1"): a tiny run as `pretrain` starts it, killed before update 3 (from 0)."""
+
+    def run(step: int, *arguments: str, **how) -> None:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            kill_at(patch, step)
+            pretrain(*arguments, **how)
+
+    return run
+
+
+def weights_of(folder: Path) -> bytes:
+    """The exported weights of a run, to the bit."""
+    return (folder / "encoder" / "model.safetensors").read_bytes()
+
+
 def interrupt_after(monkeypatch, owner: type, name: str, calls: int) -> None:
     """Raise KeyboardInterrupt in a method after so many calls."""
     method = getattr(owner, name)
@@ -193,6 +210,12 @@ def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:
     whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
     lines = [json.loads(line) for line in whole.splitlines()]
     return {line["step"]: line[key] for line in lines if key in line}
+
+
+def without_times(folder: Path) -> list[dict]:
+    """The lines that a run logged, but for its speed."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if "speed/" not in name} for line in lines]
 
 
 def title_and_tags(encoder: Path) -> tuple[str, list[str]]:

@@ -1,4 +1,8 @@
-"""A fake hub for datasets on this machine: it answers the requests of `datasets`, and fails when a test says so."""
+"""A fake hub for datasets on this machine: it answers the requests of `datasets`, and fails when a test says so.
+
+It cannot show what the real one does beyond these answers: TLS, redirects to other servers, its own storage (Xet),
+limits of requests, and changes of its API, which is written down here as it was when this was written.
+"""
 
 import hashlib
 import json
@@ -7,7 +11,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,8 +33,6 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     cut: bool = False
     """Whether the connection is reset in the middle of the answer."""
-    stall: float = 0.0
-    """Seconds before the answer."""
 
 
 class FakeHub(ThreadingHTTPServer):
@@ -83,7 +84,6 @@ class FakeHubHandler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         fault = self.server.next_fault(f"{self.command} {self.path}") or Fault(200)
         self.cut = fault.cut
-        time.sleep(fault.stall)
         if fault.status == 0:
             return self.reset()
         if fault.status != 200:

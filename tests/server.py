@@ -8,6 +8,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -22,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from random import SystemRandom
 
-from conftest import HANGS, heed_interrupts, wait_until
+from conftest import HANGS, TINY, heed_interrupts, wait_until
 
 from evaluation.registry import EVALUATIONS
 
@@ -136,6 +137,23 @@ class Command:
         return [process.exitcode for process in self.processes]
 
 
+def begin(folder: Path, *options: str, module: str = "pretrain", **how) -> Command:
+    """A tiny run in this folder; `how`: see Command."""
+    return Command(module, *TINY, *options, f"--run.dir={folder}", **how)
+
+
+def finish(command: Command) -> Command:
+    assert set(command.wait()) == {0}, command.said[-3000:]
+    return command
+
+
+def fails(command: Command, *said: str) -> None:
+    """Each of its processes ends with an error, which says this, and with no traceback."""
+    assert set(command.wait()) == {2}, command.said[-3000:]
+    assert [words for words in said if words not in command.said] == [], command.said[-3000:]
+    assert "Traceback" not in command.said
+
+
 def free_port() -> int:
     """A port below those that a system gives to whoever asks for any: before ours listens, it could give one again."""
     while True:
@@ -172,6 +190,11 @@ def at_update(step: int | None, act: Callable[..., None]) -> None:
 def die_at(step: int) -> None:
     """SIGKILL to all of the group, loader processes included, before update `step`; what was before it is written."""
     at_update(step, lambda rank: None if rank else os.killpg(0, signal.SIGKILL))
+
+
+def limit_files(size: int) -> None:
+    """No file may have more bytes, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def wait_at(step: int, file: Path) -> None:

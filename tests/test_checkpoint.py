@@ -1,18 +1,20 @@
 """Complete or absent, exact, checked."""
 
 import errno
+import pickle
 import shutil
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from accelerate import Accelerator
+from conftest import weights_of
+from test_untrusted import Payload
 
 from mpp.errors import UserError
 from mpp.runtime.files import Held, hold
-from mpp.training import checkpoint
 from mpp.training.checkpoint import (
-    complete_checkpoints,
+    damaged_files,
     delete_other_checkpoints,
     kept_steps,
     load_checkpoint,
@@ -22,7 +24,7 @@ from mpp.training.checkpoint import (
 )
 
 
-def trained(seed, steps=3):
+def network(seed, steps=3):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 2))
     optimizer = torch.optim.AdamW([dict(params=model[0].parameters()), dict(params=model[1].parameters())], fused=True)
@@ -31,28 +33,15 @@ def trained(seed, steps=3):
     return model, optimizer
 
 
-def save(folder, step, keep=2, steps=3, always=()):
-    """Save a checkpoint of a model that was trained for some steps, and delete earlier ones."""
-    checkpoint = save_checkpoint(folder, step, snapshot(*trained(0, steps)))
-    delete_other_checkpoints(folder, step, keep, always)
-    return checkpoint
+def save(folder, step, always=()):
+    """Save a checkpoint of a model that was trained for some steps, and delete all earlier ones but one."""
+    save_checkpoint(folder, step, snapshot(*network(0)))
+    delete_other_checkpoints(folder, step, 2, always)
 
 
 def restored_step(folder):
     """The step of the checkpoint that is restored."""
-    return load_checkpoint(newest_whole(folder), *trained(1, steps=0))
-
-
-def test_one_process_verifies_a_checkpoint_for_all(tmp_path, monkeypatch):
-    file = save(tmp_path, 3)
-    accelerator = Accelerator(cpu=True)
-    monkeypatch.setattr(checkpoint, "on_main_process", lambda accelerator, get: file)  # as on the other processes
-    monkeypatch.setattr(checkpoint, "sha256_of", None)
-    assert checkpoint.resume(accelerator, tmp_path, *trained(1, steps=0)) == (3, {})
-
-
-def names(checkpoints):
-    return [path.name for path in checkpoints]
+    return load_checkpoint(newest_whole(folder), *network(1, steps=0))
 
 
 def assert_same_weights(model, other):
@@ -67,9 +56,9 @@ def train(model, optimizer):
 
 
 def test_what_is_restored_goes_on_with_the_same_bits(tmp_path):
-    model, optimizer = trained(0)
+    model, optimizer = network(0)
     save_checkpoint(tmp_path, 3, snapshot(model, optimizer))
-    other, its_optimizer = trained(1, steps=0)
+    other, its_optimizer = network(1, steps=0)
     assert load_checkpoint(newest_whole(tmp_path), other, its_optimizer) == 3
     for _ in range(3):
         train(model, optimizer)
@@ -95,75 +84,74 @@ def test_weights_that_two_layers_share_are_saved_and_restored(tmp_path):
     assert_same_weights(model, other)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "denied")])
-def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch, error):
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch):
     """Else the run would begin anew, and delete it."""
     save(tmp_path, 1)
-    monkeypatch.setattr("mpp.training.checkpoint.sha256_of", Mock(side_effect=error))
+    monkeypatch.setattr("mpp.training.checkpoint.sha256_of", Mock(side_effect=PermissionError(errno.EACCES, "denied")))
     with pytest.raises(UserError, match=r"step_00000001 cannot be read now \(.*\); the same command continues"):
         restored_step(tmp_path)
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_only_the_newest_are_kept_and_those_to_branch_from(tmp_path):
     for step in (1, 2, 10, 20):
-        save(tmp_path, step)
-    kept = ["step_00000010", "step_00000020"]
-    assert names(complete_checkpoints(tmp_path)) == kept
-    assert sorted(names((tmp_path / "checkpoints").iterdir())) == kept
+        save(tmp_path, step, always={2, 40})
+    assert kept_steps(tmp_path) == [2, 10, 20]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
 
 
-def test_those_to_branch_from_stay(tmp_path):
-    for step in (1, 2, 10, 20):
-        save(tmp_path, step, keep=1, always={2, 20, 40})
-    assert kept_steps(tmp_path) == [2, 20]
+def flipped(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "state"])
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys, damage, file):
-    save(tmp_path, 1, steps=1)
-    newest = save(tmp_path, 2, steps=2)
-    path = newest / ("state.json" if damage == "state" else file)
-    data = bytearray(path.read_bytes())
-    if damage == "delete":
-        path.unlink()
-    else:
-        data[-9] ^= 1
-        path.write_bytes(data[: len(data) // 2] if damage in ("truncate", "state") else data)
-    model, optimizer = trained(1, steps=0)
-    assert load_checkpoint(newest_whole(tmp_path), model, optimizer) == 1
-    expected, _ = trained(0, steps=1)
-    assert_same_weights(model, expected)
-    assert f"{newest} is damaged ({path.name})" in capsys.readouterr().err
-    save(tmp_path, 1, keep=1)  # a damaged checkpoint does not count as kept
-    assert names(complete_checkpoints(tmp_path)) == ["step_00000001"]
+DAMAGES = {
+    "a bit flipped": flipped,
+    "truncated": lambda data: data[: len(data) // 2],
+    "a pickle in its place": lambda data: pickle.dumps(Payload(Path("run by a pickle"))),
+    "deleted": lambda data: None,
+}
+
+
+@pytest.mark.parametrize(
+    "damage", [each if each == "a bit flipped" else pytest.param(each, marks=pytest.mark.faults) for each in DAMAGES]
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    pretrain, trained, finished_run, tmp_path, monkeypatch, capsys, tally, damage, name
+):
+    """The run goes on from there, to the same bits."""
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(trained / "encoder")
+    file = trained / "checkpoints" / "step_00000004" / name
+    data = DAMAGES[damage](file.read_bytes())
+    file.unlink()
+    if data is not None:
+        file.write_bytes(data)
+    pretrain()
+    output = capsys.readouterr()
+    assert "step_00000004 is damaged (" in output.err and "after step 2" in output.out
+    assert f"({name})" in output.err or damage == "deleted" or name == "state.json"
+    assert weights_of(trained) == weights_of(finished_run)
+    assert not damaged_files(file.parent) and not Path("run by a pickle").exists()
+    tally(f"a checkpoint: {damage}", 1)
 
 
 def test_a_checkpoint_that_is_being_written_is_not_there(tmp_path, monkeypatch):
     save(tmp_path, 1)
-
-    def dies(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("mpp.training.checkpoint.save_file", dies)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("mpp.training.checkpoint.save_file", Mock(side_effect=KeyboardInterrupt))
         save(tmp_path, 2)
     assert restored_step(tmp_path) == 1
-    monkeypatch.undo()
     save(tmp_path, 2)
     assert restored_step(tmp_path) == 2
 
 
-def test_what_a_killed_run_left_half_written_is_gone_when_it_goes_on(pretrain, request):
+def test_what_a_killed_run_left_half_written_is_gone_when_it_goes_on(pretrain, trained):
     """Its own files alone: the report and exported models are written by commands that do not hold the folder."""
-    run = request.getfixturevalue("trained")  # the name is a function's here
+    run = trained
     shutil.rmtree(run / "encoder")
     half_written = [".encoder.partial/model.safetensors", ".encoder_best.earlier/model.safetensors"]
-    half_written += [
-        "checkpoints/.step_00000003.partial/model.safetensors",
-        ".data.json.partial",
-    ]
-    of_others = [".report.html.partial", ".encoder.onnx.partial", "evaluation/.features.npz.7.partial"]
+    half_written += ["checkpoints/.step_00000003.partial/model.safetensors", ".data.json.partial"]
+    of_others = [".report.html.partial", "evaluation/.features.npz.7.partial"]
     for name in half_written + of_others:
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).touch()

@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 
 import fake_accelerator
 import pytest
-from conftest import TINY
+from conftest import TINY, weights_of
 from server import Command
 from test_distill import save_timm
 
@@ -94,9 +94,7 @@ def test_its_bits_are_the_cpus(tmp_path, tally):
     on_device("pretrain", tmp_path, *options, f"--run.dir={tmp_path / 'there'}")
     Command("pretrain", *options, f"--run.dir={tmp_path / 'here'}").wait()
     on_device("pretrain", tmp_path, *options, "--run.precision=bf16", f"--run.dir={tmp_path / 'bf16'}")
-    bits = {}
-    for name in ("there", "here", "bf16"):
-        bits[name] = (tmp_path / name / "encoder" / "model.safetensors").read_bytes()
+    bits = {name: weights_of(tmp_path / name) for name in ("there", "here", "bf16")}
     assert bits["there"] == bits["here"] != bits["bf16"]
     tally("fake accelerator: the bits of the CPU", 1)
 
@@ -114,31 +112,24 @@ def test_a_run_that_is_stopped_goes_on(tmp_path, tally):
     tally("fake accelerator: resume, with the probe and the panel", 1)
 
 
-@pytest.mark.parametrize("teacher", ["", "soft"])
-def test_learning_from_labels(tmp_path, teacher, tally):
-    own = [f"--distill.teacher={save_timm(tmp_path / 'teacher', 9)}", f"--distill.kind={teacher}"] if teacher else []
-    options = [word for word in SMALL if not word.startswith("--probe")]
-    on_device("supervised", tmp_path, *options, f"--run.dir={tmp_path / 'run'}", *own)
-    tally("fake accelerator: supervised, from a teacher, fine-tuning, SimCLR", 1)
-
-
-def test_contrastive(tmp_path, tally):
-    on_device("contrastive", tmp_path, *SMALL, f"--run.dir={tmp_path / 'run'}")
-    tally("fake accelerator: supervised, from a teacher, fine-tuning, SimCLR", 1)
-
-
-def test_finetuning(tmp_path, trained, tally):
-    options = ("--run.steps=6", "--run.log_every=3", "--run.threads=1", "--data.workers=0", "--data.eval_images=16")
-    own = ("--optim.global_batch_size=8", f"--encoder={trained}", "--lrs=0.1", f"--run.dir={tmp_path}/new")
-    on_device("finetune", tmp_path, *options, *own)
+@pytest.mark.parametrize("command", ["supervised", "soft", "contrastive", "finetune"])
+def test_other_trainings(tmp_path, trained, command, tally):
+    options = [*SMALL, f"--run.dir={tmp_path / 'new'}"]
+    if command != "contrastive":
+        options = [word for word in options if not word.startswith("--probe")]
+    if command == "soft":
+        options += [f"--distill.teacher={save_timm(tmp_path / 'teacher', 9)}", "--distill.kind=soft"]
+    if command == "finetune":
+        options = [word for word in options if not word.startswith("--model")]
+        options += [f"--encoder={trained}", "--lrs=0.1"]
+    on_device("supervised" if command == "soft" else command, tmp_path, *options)
     tally("fake accelerator: supervised, from a teacher, fine-tuning, SimCLR", 1)
 
 
 @pytest.mark.parametrize("command", ["features", "fewshot", "knn", "linear", "visualize"])
 def test_judging(tmp_path, trained, command, tally):
-    quick = ["--data.workers=0", "--threads=1"]
-    own = {"features": quick[:1], "linear": [*quick, "--l2=0.001", "--iterations=5"]}
+    own = {"linear": ["--l2=0.001", "--iterations=5"]}
     own |= {"visualize": [f"--pictures={json.dumps(EVERY)}", "--images=2", "--attention_images=4"]}
-    options = own.get(command, quick)
+    options = own.get(command, []) if command == "visualize" else ["--data.workers=0", *own.get(command, [])]
     on_device(command, tmp_path, f"--encoder={trained}", f"--out={tmp_path / 'out'}", *options)
     tally("fake accelerator: features, few-shot, kNN, linear probe, pictures", 1)

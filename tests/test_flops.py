@@ -3,44 +3,20 @@
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from conftest import newton_schulz, read_metrics
 
 from evaluation.compare import settings_to_train
 from evaluation.comparison.cases import Encoder
 from evaluation.config.comparing import EncoderEntry
-from mpp.config import Config, ModelConfig, OptimConfig
+from mpp.config import Config, ModelConfig
 from mpp.config.parsing import parse_saved
 from mpp.corruption import Corruption
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
 from mpp.models.plain import set_attention
-from mpp.training.flops import executed_flops, flop_counter, optimizer_flops
+from mpp.training.flops import executed_flops, flop_counter
 
-BATCH, HEADS, TOKENS, WIDTH = 2, 3, 10, 8
-
-
-def attend(fused: bool, queries, keys, values, mask=None):
-    if fused:
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-    logits = queries @ keys.transpose(-2, -1) * WIDTH**-0.5
-    return (logits if mask is None else logits + mask).softmax(-1) @ values
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("masked", [True, False])
-def test_attention_is_two_products_and_each_has_two_gradients(fused, masked, dtype, device):
-    queries = torch.randn(BATCH, HEADS, 4, WIDTH, dtype=dtype, device=device, requires_grad=True)
-    keys, values = (torch.randn(BATCH, HEADS, TOKENS, WIDTH, dtype=dtype, device=device) for _ in range(2))
-    mask = torch.zeros(1, HEADS, 4, TOKENS, dtype=dtype, device=device) if masked else None
-    with flop_counter() as forward:
-        mixed = attend(fused, queries, keys.requires_grad_(), values.requires_grad_(), mask)
-    with flop_counter() as backward:
-        mixed.sum().backward()
-    product = 2 * BATCH * HEADS * 4 * TOKENS * WIDTH
-    assert (forward.get_total_flops(), backward.get_total_flops()) == (2 * product, 4 * product)
+BATCH = 2
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -77,14 +53,6 @@ def test_what_saves_memory_executes_no_more():
     assert again == expected < computed  # activation checkpointing computes more, which is in no budget
 
 
-def test_muons_products_are_counted_and_adam_has_none():
-    encoder = build_encoder(ModelConfig(img_size=32, width=16, depth=3, heads=2))
-    model = MaskedPatchPredictor(encoder, 512, (0.5,) * 3, (0.5,) * 3)
-    assert optimizer_flops(model, OptimConfig(name="muon")) == newton_schulz(16, 3)
-    assert optimizer_flops(model, OptimConfig(name="adam")) == 0
-
-
-@pytest.mark.faults
 def test_the_optimiser_is_in_a_runs_compute_and_in_a_comparisons_budget(pretrain, tmp_path):
     runs = {name: pretrain(f"--optim.name={name}", dir=tmp_path / name) for name in ("muon", "adam")}
     executed = {name: 1e15 * read_metrics(folder, "compute/pflop")[4] for name, folder in runs.items()}

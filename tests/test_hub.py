@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import time
@@ -18,9 +17,9 @@ import huggingface_hub
 import pyarrow.parquet as pq
 import pytest
 from colours import CATS_AND_DOGS, colour, seen
-from conftest import HANGS, ROOT, TINY, wait_until
+from conftest import HANGS, ROOT, TINY, wait_until, weights_of
 from fake_hub import ALWAYS, TOKEN, FakeHub, Fault
-from server import Command, context, environments_of
+from server import Command, context, environments_of, fails, finish, limit_files
 
 from mpp.data.data_path import BIRDS_FOLDER
 from mpp.runtime.signals import EXIT_CODE, MARKER
@@ -103,7 +102,7 @@ def undisturbed(fake_hub, run, home, tmp_path):
         if (processes, workers) not in KNOWN:
             run(*AWAY, f"--data.workers={workers}", name="undisturbed", processes=processes)
             asked = sum("resolve" in line for line in fake_hub.requests)
-            KNOWN[processes, workers] = weights(tmp_path / "undisturbed"), asked
+            KNOWN[processes, workers] = weights_of(tmp_path / "undisturbed"), asked
             shutil.rmtree(home)  # what was downloaded
         return KNOWN[processes, workers]
 
@@ -124,28 +123,19 @@ def unfinish(folder):
     shutil.rmtree(folder / "checkpoints" / "step_00000004")
 
 
-def weights(folder):
-    return (folder / "encoder" / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("way", [(), (STREAMED,), ("--probe.path=somebody/birds",)])
+@pytest.mark.parametrize("way", [(), (STREAMED,)], ids=["indexed", "streamed"])
 def test_a_run_is_of_one_commit_and_goes_on_with_it(fake_hub, run, tmp_path, way, tally):
-    """Though the branch moves, and two processes ask. Also where general images alone are of the hub."""
-    words, options, parts = [*way], {}, ("train", "held_out")
-    if way and way[0].startswith("--probe"):
-        words += ["--probe.every=2", "--run.eval_every=2"]
-        options, parts = {"path": str(BIRDS_FOLDER)}, ("probe.path", "probe.path, held out")
-    run(*words, **options)
-    assert [commits_of(tmp_path / "run")[part] for part in parts] == [COMMITS[0]] * 2
+    """Though the branch moves, and two processes ask."""
+    run(*way)
+    assert commits_of(tmp_path / "run") == {"train": COMMITS[0], "held_out": COMMITS[0]}
     unfinish(tmp_path / "run")
     (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
-    output = run(*words, **options)
+    output = run(*way)
     assert "after step 2" in output, output
-    assert commits_of(tmp_path / "run")[parts[0]] == COMMITS[0]
-    run(*words, name="two", processes=2, **options)
-    assert commits_of(tmp_path / "two")[parts[0]] == COMMITS[1]
-    if not options:
-        tally("hub: its branch moves while a run is stopped, and between two processes: one commit *", 2)
+    assert commits_of(tmp_path / "run")["train"] == COMMITS[0]
+    run(*way, name="two", processes=2)
+    assert commits_of(tmp_path / "two")["train"] == COMMITS[1]
+    tally("hub: its branch moves while a run is stopped, and between two processes: one commit *", 2)
 
 
 def test_what_is_cached_is_of_the_runs_commit_or_refused(fake_hub, run, tmp_path, tally):
@@ -176,7 +166,7 @@ def test_faults_that_pass_are_waited_out(fake_hub, run, home, tmp_path, way, tal
     fake_hub.faults["api/"] = Fault(503, times=2)
     output = run(*way, f"--data.workers={len(way)}")
     assert not any(fault.times for fault in fake_hub.faults.values()), (output, fake_hub.faults)
-    assert weights(tmp_path / "run") == weights(tmp_path / "undisturbed")
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "undisturbed")
     tally("hub: 503, resets, an answer cut in the middle, 429: waited out, indexed and streamed *", 5)
 
 
@@ -221,7 +211,7 @@ def test_a_hub_that_stays_away(fake_hub, run, undisturbed, tmp_path, processes, 
     assert 0 < newest_step(tmp_path / "run") < 24
     fake_hub.faults.clear()
     run(*again, processes=processes)
-    assert weights(tmp_path / "run") == bits
+    assert weights_of(tmp_path / "run") == bits
     fake_hub.faults["."] = Fault()
     output = run(*again, name="other", processes=processes, code=None)
     lines = {line for line in output.splitlines() if line.startswith("error")}
@@ -246,13 +236,8 @@ def test_a_signal_while_the_hub_is_away(fake_hub, start, run, undisturbed, tmp_p
     assert 0 < newest_step(tmp_path / "run") < 24
     fake_hub.faults.clear()
     run(*options, processes=processes)
-    assert weights(tmp_path / "run") == bits
+    assert weights_of(tmp_path / "run") == bits
     tally("hub: SIGTERM while it is away (loaders in one and two processes, and beside them) *", 1)
-
-
-ANIMALS = [*enumerate(CATS_AND_DOGS)]
-PICTURES = {f"{split}/{name}/{n}.png": kind for split in ("train", "test") for kind, name in ANIMALS for n in range(2)}
-"""Name of a file -> its class."""
 
 
 def publish(fake_hub: FakeHub, name: str, files: dict[str, bytes], commit: str = COMMITS[0]) -> str:
@@ -298,13 +283,13 @@ def fill_cache(path: str) -> None:
 
 def test_loose_pictures_are_listed_as_on_this_machine(fake_hub, home, tmp_path):
     """Classes of folders, a list for one split, a picture at the top that takes no label away."""
-    files = {name: colour(kind) for name, kind in PICTURES.items()}
-    files |= {"train/stray.png": colour(3), "README.md": b"My photographs"}
-    files["test/metadata.csv"] = b"file_name,label\n" + b"".join(
-        f"{name.removeprefix('test/')},{dict(ANIMALS)[kind]}\n".encode()
-        for name, kind in PICTURES.items()
-        if name.startswith("test")
-    )
+    files = {"train/stray.png": colour(3), "README.md": b"My photographs"}
+    listed = "file_name,label\n"
+    for kind, name in enumerate(CATS_AND_DOGS):
+        for number in range(2):
+            files[f"train/{name}/{number}.png"] = files[f"test/{name}/{number}.png"] = colour(kind)
+            listed += f"{name}/{number}.png,{name}\n"
+    files["test/metadata.csv"] = listed.encode()
     images = in_a_process(seen, publish(fake_hub, "loose", files))
     here = seen(shutil.copytree(fake_hub.root / "somebody" / "loose" / COMMITS[0], tmp_path / "here"))
     assert images == here
@@ -317,11 +302,8 @@ def test_loose_pictures_are_listed_as_on_this_machine(fake_hub, home, tmp_path):
 
 def test_a_download_that_fills_the_disk(start, run, tally):
     """Files of 20 kB are full. The same command goes on where there is room."""
-    full = start(prepare=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000)))
-    assert full.wait() == [2], full.said
-    assert "Traceback" not in full.said, full.said
-    assert "which cannot be loaded" in full.said.splitlines()[-1]
-    assert "File too large" in full.said
+    full = start(prepare=partial(limit_files, 20_000))
+    fails(full, "which cannot be loaded", "File too large")
     run()
     tally("hub: a download fills the disk: one line; the same command continues", 1)
 
@@ -330,7 +312,7 @@ def test_prepare(fake_hub, home, run, tmp_path, tally):
     """Shards are made of a dataset of the hub, though it is away for a while, and trained on."""
     fake_hub.faults["resolve"] = Fault(503, times=3)
     made = Command("prepare", "--data.path=somebody/birds", f"--out={tmp_path / 'shards'}", "--rows=10", prepare=hurry)
-    assert made.wait() == [0], made.said
+    finish(made)
     assert fake_hub.faults["resolve"].times == 0, made.said
     run(STREAMED, path=str(tmp_path / "shards"))
     tally("hub: mpp prepare, from a hub that is away at first", 1)

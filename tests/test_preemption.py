@@ -4,16 +4,14 @@ import errno
 import fcntl
 import os
 import signal
-import time
-from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
-from conftest import HANGS, wait_until
 
 from mpp.errors import ReadFailed, UserError
 from mpp.runtime import signals
-from mpp.runtime.files import Held, hold
+from mpp.runtime.files import Held
 from mpp.runtime.signals import MARKER, Preempted, Preemption
 from mpp.training.run import exclusive
 
@@ -24,8 +22,7 @@ def test_a_signal_is_remembered_while_there_is_a_step_to_finish(tmp_path):
         stop.finishes_steps = True
         assert not stop.agreed()
         assert stop.agreed(failed=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-        wait_until(lambda: stop.asked)
+        signal.raise_signal(signal.SIGTERM)
         assert stop.agreed()
         with pytest.raises(Preempted) as error:
             stop.leave("after step 7")
@@ -49,78 +46,49 @@ GONE = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed b
 def test_what_was_asked_to_stop_has_the_marker_before_it_stops_and_not_if_it_fails(tmp_path, error, stays):
     with pytest.raises(type(error)), Preemption(Accelerator(cpu=True), tmp_path) as stop:
         stop.finishes_steps = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        wait_until((tmp_path / MARKER).exists)
+        signal.raise_signal(signal.SIGTERM)
+        assert (tmp_path / MARKER).exists()
         raise error
     assert (tmp_path / MARKER).exists() == stays
 
 
-@pytest.fixture
-def ignored(request):
-    """A signal that whoever started this process has made it ignore."""
-    before = signal.signal(request.param, signal.SIG_IGN)
-    yield request.param
-    signal.signal(request.param, before)
-
-
-@pytest.mark.parametrize("ignored", [signal.SIGINT], indirect=True)
-def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path, ignored):
+def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path):
     """A shell starts `command &` with SIGINT ignored, and Python leaves it so: a run does not."""
-    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finishes_steps = True
-        os.kill(os.getpid(), ignored)
-        wait_until(lambda: stop.asked == "SIGINT")
-    assert signal.getsignal(ignored) is signal.SIG_IGN
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Preemption(Accelerator(cpu=True), tmp_path) as stop:
+            stop.finishes_steps = True
+            signal.raise_signal(signal.SIGINT)
+            assert stop.asked == "SIGINT"
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def test_a_closed_terminal_is_a_request_to_stop_and_never_a_second_one(tmp_path, monkeypatch):
+@pytest.fixture
+def exits(monkeypatch):
+    """With which codes this process would have ended at once."""
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    return codes
+
+
+def test_a_closed_terminal_is_a_request_to_stop_and_never_a_second_one(tmp_path, monkeypatch, exits):
     """Its shell passes SIGHUP on, and it comes again when the shell ends."""
     monkeypatch.setattr(signals, "ECHO", 0.0)
-    exits = []
-    monkeypatch.setattr(os, "_exit", exits.append)
-    before = signal.getsignal(signal.SIGHUP)
     with Preemption(Accelerator(cpu=True), tmp_path) as stop:
         stop.finishes_steps = True
         for _ in range(3):
-            os.kill(os.getpid(), signal.SIGHUP)
-            wait_until(lambda: stop.asked == "SIGHUP")
-        assert stop.agreed()
-    assert exits == [] and (tmp_path / MARKER).exists() and signal.getsignal(signal.SIGHUP) is before
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.agreed() and stop.asked == "SIGHUP"
+    assert exits == [] and (tmp_path / MARKER).exists()
 
 
-@pytest.mark.parametrize("ignored", [signal.SIGHUP], indirect=True)
-def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path, ignored):
-    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finishes_steps = True
-        os.kill(os.getpid(), ignored)
-        os.kill(os.getpid(), signal.SIGTERM)
-        wait_until(lambda: stop.asked)
-        assert stop.asked == "SIGTERM"
-    assert signal.getsignal(ignored) is signal.SIG_IGN
-
-
-def test_a_signal_ends_a_wait_for_images(tmp_path):
-    """Also where what waits catches every error."""
-
-    def away():
-        with suppress(Exception):
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(HANGS)
-
-    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finishes_steps = True
-        assert stop.wait_for(lambda: 1) == 1
-        assert stop.wait_for(away) is None
-        assert stop.wait_for(lambda: 1) is None
-
-
-def test_a_second_signal_ends_the_process_unless_it_is_an_echo(tmp_path, monkeypatch):
-    exits = []
-    monkeypatch.setattr(os, "_exit", exits.append)
+def test_a_second_signal_ends_at_once_and_the_echo_of_a_launcher_does_not(tmp_path, monkeypatch, exits):
     with Preemption(Accelerator(cpu=True), tmp_path) as stop:
         stop.finishes_steps = True
         signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)  # as a launcher passes it on
+        signal.raise_signal(signal.SIGTERM)
         assert exits == []
         monkeypatch.setattr(signals, "ECHO", 0.0)
         signal.raise_signal(signal.SIGINT)
@@ -135,43 +103,9 @@ def test_a_marker_that_cannot_be_written_ends_nothing(tmp_path):
         assert stop.agreed()
 
 
-def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
-    with pytest.raises(Preempted), Preemption(Accelerator(cpu=True), tmp_path):
-        signal.raise_signal(signal.SIGINT)
-    assert (tmp_path / MARKER).read_text() == "SIGINT, between steps\n"
-
-
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK])
-def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
-    def unsupported(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    with pytest.raises(UserError, match=rf"which cannot be locked \(.*{os.strerror(number)}") as refused:
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    refused = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=refused))
+    with pytest.raises(UserError, match=r"which cannot be locked \(.*No locks available") as error:
         exclusive(tmp_path, Accelerator(cpu=True)).__enter__()
-    assert not isinstance(refused.value, Held)  # nobody is to be waited for
-
-
-def test_a_forked_process_does_not_hold_the_folder(tmp_path):
-    """A loader process may outlive a run that was killed."""
-    begin, end = os.pipe(), os.pipe()
-    with hold(tmp_path, "run.dir"):
-        child = os.fork()
-        if child == 0:
-            os.write(begin[1], b"1")
-            os.read(end[0], 1)
-            os._exit(0)
-        os.read(begin[0], 1)
-    with hold(tmp_path, "run.dir"):
-        os.write(end[1], b"1")
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_folder_is_held_by_one(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    with exclusive(tmp_path, accelerator):
-        other = exclusive(tmp_path, accelerator)
-        with pytest.raises(ValueError, match="which another process is writing"):
-            other.__enter__()
-    with exclusive(tmp_path, accelerator):
-        pass
+    assert not isinstance(error.value, Held)  # nobody is to be waited for

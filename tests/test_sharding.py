@@ -1,27 +1,22 @@
 """Training that is sharded over processes (FSDP2): the same losses, the same checkpoints, less memory."""
 
-import os
 import signal
-from ctypes import CDLL
 from functools import partial
 
 import pytest
-import timm
 import torch
-from conftest import TINY, Killed, kill_at, launched, read_metrics, wait_until
-from safetensors.torch import load_file, save_file
-from server import Command, die_at
+from conftest import TINY, Killed, kill_at, launched, read_metrics
+from safetensors.torch import load_file
+from server import Command, die_at, finish
 from torch.distributed.fsdp import fully_shard
 
-from evaluation import contrastive
 from mpp.config import OptimConfig, RunConfig
 from mpp.errors import UserError
 from mpp.pretrain import main as pretrain_main
 from mpp.runtime.processes import check_sharding
-from mpp.runtime.start import start
 from mpp.training.checkpoint import load_checkpoint, newest_step, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer
-from mpp.training.parallel import sharding_units, without_weights
+from mpp.training.parallel import sharding_units
 
 TEN = (*TINY, "--model.depth=3", "--run.steps=10", "--run.checkpoint_every=5", "--run.eval_every=5")
 ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
@@ -45,38 +40,34 @@ def weights(folder):
 
 @pytest.mark.faults
 def test_ten_losses_are_those_of_one_process(tmp_path):
-    """Adam with accumulation, an average, a probe, and gradients that are clipped hard; Muon.
-
-    Gradients that travel in bf16, to shards or to copies, are close to it, and not as close as float32.
-    """
+    """Adam with accumulation, an average, a probe, and gradients that are clipped hard; Muon."""
     runs = {
-        "adam": (*ADAM, "--data.batch_size=2", "--optim.average=0.9", "--optim.clip=0.1"),
-        "muon": ("--optim.name=muon", "--optim.lr=1e-2", "--model.activation_checkpointing=true"),
-        "plain": ADAM,
+        "adam": (*TEN, *ADAM, "--data.batch_size=2", "--optim.average=0.9", "--optim.clip=0.1"),
+        "muon": (*TEN, "--optim.name=muon", "--optim.lr=1e-2", "--model.activation_checkpointing=true"),
     }
     runs["adam"] += ("--probe.every=5", "--probe.images=60")
-    half = (*TEN, *ADAM, "--run.reduction=bf16")
-    words = [(*TEN, *runs[name], f"--run.dir={tmp_path / 'shards' / name}") for name in ("adam", "muon")]
-    words.append((*half, f"--run.dir={tmp_path / 'shards' / 'bf16'}"))
-    shards = Command("pretrain", *several(*words), processes=2, sharded=True)
-    copies = Command("pretrain", *half, f"--run.dir={tmp_path / 'copies' / 'bf16'}", processes=2)
+    words = several(*((*run, f"--run.dir={tmp_path / 'shards' / name}") for name, run in runs.items()))
+    shards = Command("pretrain", *words, processes=2, sharded=True)
     for name, options in runs.items():
-        pretrain_main([*TEN, *options, f"--run.dir={tmp_path / 'one' / name}"])
+        pretrain_main([*options, f"--run.dir={tmp_path / 'one' / name}"])
     assert shards.wait() == [0, 0] and "sharded (FSDP2)" in shards.said, shards.said
-    assert copies.wait() == [0, 0] and "sharded (FSDP2)" not in copies.said, copies.said
-    for name in ("adam", "muon"):
+    for name in runs:
         ours, theirs = (tmp_path / kind / name for kind in ("shards", "one"))
         same(ours, theirs)
-        found, expected = weights(ours), weights(theirs)
-        assert found.keys() == expected.keys()
-        for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, atol=2e-3, rtol=0)  # ten of Adam's steps are 3e-2 long
+        assert weights(ours).keys() == weights(theirs).keys()
     probed = [read_metrics(tmp_path / kind / "adam", "features/rank/depth_01") for kind in ("shards", "one")]
     assert len(probed[0]) == 3 and probed[0] == pytest.approx(probed[1], rel=1e-3)
-    expected = read_metrics(tmp_path / "one" / "plain")
-    for kind in ("shards", "copies"):
-        found = read_metrics(tmp_path / kind / "bf16")
-        assert found == pytest.approx(expected, abs=0.02) and found != pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("sharded", [True, False], ids=["shards", "copies"])
+def test_gradients_that_travel_in_bf16_are_close_and_not_as_close_as_float32(tmp_path, sharded):
+    words = (*TEN, *ADAM, f"--run.dir={tmp_path / 'bf16'}", "--run.reduction=bf16")
+    run = Command("pretrain", *words, processes=2, sharded=sharded)
+    pretrain_main([*TEN, *ADAM, f"--run.dir={tmp_path / 'one'}"])
+    assert run.wait() == [0, 0] and ("sharded (FSDP2)" in run.said) == sharded, run.said
+    found, expected = (read_metrics(tmp_path / name) for name in ("bf16", "one"))
+    assert found == pytest.approx(expected, abs=0.02) and found != pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.faults
@@ -86,11 +77,10 @@ def test_three_processes_that_are_killed_end_with_the_same_bits(tmp_path, option
     words = (*TEN, *options, "--optim.average=0.9", "--model.dropout=0.1", "--model.width=10", "--model.heads=1")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run = Command("pretrain", *words, f"--run.dir={whole}", processes=3, sharded=True)
-    assert run.wait() == [0, 0, 0], run.said
+    finish(run)
     run = Command("pretrain", *words, f"--run.dir={killed}", processes=3, sharded=True, prepare=partial(die_at, 7))
     assert run.wait() == [-signal.SIGKILL] * 3 and newest_step(killed) == 5
-    run = Command("pretrain", *words, f"--run.dir={killed}", processes=3, sharded=True)
-    assert run.wait() == [0, 0, 0], run.said
+    finish(Command("pretrain", *words, f"--run.dir={killed}", processes=3, sharded=True))
     files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert read_metrics(killed) == read_metrics(whole)
@@ -133,7 +123,7 @@ def test_bf16_shards_compute_what_copies_do(tmp_path, kind):
         Command("pretrain", *options, f"--run.dir={tmp_path / 'copies'}", processes=2),
     ]
     for run in runs:
-        assert run.wait() == [0, 0], run.said
+        finish(run)
     same(tmp_path / "shards", tmp_path / "copies", tolerance=1e-3)  # ten of Adam's steps later
     first = [read_metrics(tmp_path / kind)[1] for kind in ("shards", "copies")]
     assert first[0] == pytest.approx(first[1], abs=1e-6)
@@ -156,8 +146,7 @@ def test_every_kind_of_encoder_can_be_sharded(tmp_path):
     plain = [word for word in TINY if not word.startswith("--run.steps")]
     runs = {name: (*plain, "--run.steps=2", *options) for name, options in KINDS.items()}
     words = several(*((*run, f"--run.dir={tmp_path / 'shards' / name}") for name, run in runs.items()))
-    run = Command("pretrain", *words, processes=2, sharded=True)
-    assert run.wait() == [0, 0], run.said
+    finish(Command("pretrain", *words, processes=2, sharded=True))
     for name, options in runs.items():
         pretrain_main([*options, f"--run.dir={tmp_path / 'one' / name}"])
         for key in ("loss", "optim/grad_norm", "heldout/loss"):
@@ -167,89 +156,38 @@ def test_every_kind_of_encoder_can_be_sharded(tmp_path):
 
 
 @pytest.mark.faults
-def test_supervised_and_contrastive_training_too(tmp_path):
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("supervised", ("--model.name=test_resnet", "--model.img_size=64")),
+        ("contrastive", ("--model.width=16", "--model.img_size=32")),
+    ],
+)
+def test_supervised_and_contrastive_training_too(tmp_path, module, options):
     """A ResNet has batch norms, whose means are each process's own until they are judged."""
     plain = [word for word in TINY if not word.startswith(("--probe", "--model"))]
-    resnet, small = ("--model.name=test_resnet", "--model.img_size=64"), ("--model.width=16", "--model.img_size=32")
-    asked = [("supervised", resnet, True), ("supervised", resnet, False), ("contrastive", small, True)]
-    started = []
-    for module, options, sharded in asked:
-        words = (*plain, *options, "--run.steps=2", f"--run.dir={tmp_path / module / ('copies', 'shards')[sharded]}")
-        started.append(Command(module, *words, processes=2, sharded=sharded))
-    one = (*plain, *small, "--run.steps=2", f"--run.dir={tmp_path / 'contrastive' / 'copies'}")
-    contrastive.main(one)  # which copies are, too: tests/test_contrastive.py
-    for run in started:
-        assert run.wait() == [0, 0], run.said
-    for module in ("supervised", "contrastive"):
-        for key in ("loss", "heldout/loss", "heldout/accuracy"):
-            ours, theirs = (read_metrics(tmp_path / module / kind, key) for kind in ("shards", "copies"))
-            assert len(theirs) >= 1 and ours == pytest.approx(theirs, abs=1e-4)
-
-
-def note_memory(folder):
-    """In each process: write the bytes of weights, gradients and optimiser state that it holds in a step.
-
-    What is free goes back to the system: by chance the allocator keeps a gathered block, or does not.
-    """
-    step = torch.optim.AdamW.step
-
-    def noted(self, *args, **options):
-        result = step(self, *args, **options)
-        tensors = [t for group in self.param_groups for p in group["params"] for t in (p, p.grad)]
-        tensors += [tensor for state in self.state.values() for tensor in state.values()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, tensors)}
-        rank = os.environ.get("RANK")
-        save_file({"held": torch.tensor(sum(storages.values()))}, folder / f"{rank}.safetensors")
-        getattr(CDLL(None), "malloc_trim", abs)(0)  # of glibc
-        return result
-
-    torch.optim.AdamW.step = noted
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    for kind in ("shards", "copies"):
+        words = (*plain, *options, "--run.steps=2", f"--run.dir={tmp_path / kind}")
+        finish(Command(module, *words, processes=2, sharded=kind == "shards"))
+    for key in ("loss", "heldout/loss", "heldout/accuracy"):
+        ours, theirs = (read_metrics(tmp_path / kind, key) for kind in ("shards", "copies"))
+        assert len(theirs) >= 1 and ours == pytest.approx(theirs, abs=1e-4)
 
 
 @pytest.mark.faults
-def test_two_processes_hold_a_half_each(tmp_path, width=1024):
-    """Weights, gradients and Adam, counted; and, of 50 M parameters, the memory that the run says it takes."""
-    words = [word for word in TINY if not word.startswith("--run.checkpoint_every")]
-    words += [*ADAM, "--run.steps=3", f"--model.width={width}", "--model.depth=4"]
-    held, taken = {}, {}
-    for kind, sharded in (("shards", True), ("copies", False)):
-        (folder := tmp_path / kind).mkdir()
-        prepare = partial(note_memory, folder)
-        run = Command("pretrain", *words, f"--run.dir={folder / 'run'}", processes=2, sharded=sharded, prepare=prepare)
-        assert run.wait() == [0, 0], run.said
-        held[kind] = [int(load_file(folder / f"{rank}.safetensors")["held"]) for rank in range(2)]
-        taken[kind] = read_metrics(folder / "run", "speed/memory_gb")[3]
-    everything = 16 * sum(tensor.numel() for tensor in weights(tmp_path / "copies" / "run").values())
-    everything += 16 * 512 * (width + 1) + 16 * width  # the head and the mask token are not exported
-    for ours, theirs in zip(held["shards"], held["copies"], strict=True):
-        assert theirs == pytest.approx(everything, rel=0.01)
-        assert ours == pytest.approx(theirs / 2, rel=0.02)
-    assert taken["copies"] - taken["shards"] > 0.3 * everything / 1e9  # 0.5, less the block that is gathered
-
-
-@pytest.mark.faults
-def test_a_signal_stops_a_sharded_run_with_a_checkpoint(tmp_path):
-    words = (*TINY, "--run.steps=100000", "--run.checkpoint_every=100000", f"--run.dir={tmp_path / 'run'}")
-    run = Command("pretrain", *words, processes=2, sharded=True)
-    wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(read_metrics(tmp_path / "run")) > 1, of=run)
-    run.signal(signal.SIGTERM)
-    assert run.wait() == [75, 75], run.said
-    assert newest_step(tmp_path / "run") >= 2 and (tmp_path / "run/preempted").exists()
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("name", ["cpu_2", "fsdp_cpu_2"])
-def test_the_configs_of_two_cpu_processes(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "processes", "says"),
+    [
+        ("gpu_1", 1, "1 process on cpu"),
+        ("cpu_2", 2, "2 processes on cpu, 1 CPU thread each, bf16 (run.precision)\n"),
+        ("fsdp_cpu_2", 2, "2 processes on cpu, 1 CPU thread each, bf16 (run.precision), sharded (FSDP2)\n"),
+    ],
+)
+def test_the_configs_of_one_machine(tmp_path, name, processes, says):
     config = ("--config_file", f"configs/accelerate/{name}.yaml", "--main_process_port", "0")
-    words = (*TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=1", "--run.precision=bf16", "--run.reduction=bf16")
+    words = (*TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=1", "--run.precision=bf16")
     run = Command("pretrain", *words, environments=launched(tmp_path / "launched", config))
-    assert run.wait() == [0, 0], run.said
-    sharded = ", sharded (FSDP2)" * (name == "fsdp_cpu_2")
-    assert f"2 processes on cpu, 1 CPU thread each, bf16 (run.precision){sharded}\n" in run.said
+    assert run.wait() == [0] * processes and says in run.said, run.said
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "run").values())
 
 
@@ -258,8 +196,6 @@ def test_the_configs_of_two_cpu_processes(tmp_path, name):
     [
         ("FSDP_VERSION", "1", r"fsdp_version is 1; it must be 2 \(--fsdp_version 2\)"),
         ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params is true; it must be false"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "use_parallelism_config is true; it must be false"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "activation_checkpointing is true; it must be false"),
     ],
 )
 def test_what_is_not_there_is_refused(monkeypatch, variable, value, message):
@@ -269,25 +205,6 @@ def test_what_is_not_there_is_refused(monkeypatch, variable, value, message):
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=message):
         check_sharding(RunConfig())
-
-
-@pytest.mark.parametrize("shards", [True, False])
-def test_bf16_weights_are_kept_only_by_copies(monkeypatch, shards):
-    """In autocast's cache the bf16 weights of all units that were gathered would add up to the whole model."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(shards).lower())
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    accelerator, cached = start(RunConfig(precision="bf16", trackers=())), []
-    model = accelerator.prepare_model(Stack(), device_placement=False, evaluation_mode=True)
-    model.head.register_forward_hook(lambda *_: cached.append(torch.is_autocast_cache_enabled()))
-    assert model(torch.ones(1, 8)).isfinite().all()
-    assert os.environ["ACCELERATE_USE_FSDP"] == str(shards).lower() and cached == [not shards]
-
-
-def test_one_process_has_nothing_to_share(pretrain, monkeypatch, capsys):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    pretrain("--run.steps=1")
-    assert "1 process on cpu" in (said := capsys.readouterr().out) and "sharded" not in said
 
 
 class Stack(torch.nn.Module):
@@ -312,32 +229,6 @@ def sharded_stack():
     return fully_shard(model)
 
 
-def test_the_last_block_of_a_stack_is_no_unit():
-    model = Stack()
-    assert sharding_units(model) == list(model.blocks[:-1])
-    assert len(sharding_units(timm.create_model("test_resnet", num_classes=0))) == 0
-
-
-@pytest.mark.parametrize("name", ["crossvit_tiny_240", "twins_svt_small"])
-def test_units_are_called_and_not_in_each_other(name):
-    """CrossViT has blocks in its blocks, and the stacks of Twins hold lists."""
-    found = sharding_units(timm.create_model(name, num_classes=0))
-    assert all(type(block).forward is not torch.nn.Module.forward for block in found)
-    inner = [module for block in found for module in block.modules() if module is not block]
-    assert not set(inner) & set(found)
-
-
-def test_a_copy_without_weights_shares_nothing():
-    model = Stack()
-    model.register_buffer("mean", torch.ones(2), persistent=False)
-    copied = without_weights(model)
-    ours, theirs = (dict((*m.named_parameters(), *m.named_buffers())) for m in (copied, model))
-    assert {k: (t.shape, t.dtype, t.requires_grad) for k, t in ours.items()} == {
-        k: (t.shape, t.dtype, t.requires_grad) for k, t in theirs.items()
-    }
-    assert all(tensor.is_meta for tensor in ours.values()) and not any(t.is_meta for t in theirs.values())
-
-
 def test_a_snapshot_is_the_same_file_sharded_or_not(group_of_one, tmp_path):
     states = {}
     for kind, build in (("shards", sharded_stack), ("copy", Stack)):
@@ -351,8 +242,6 @@ def test_a_snapshot_is_the_same_file_sharded_or_not(group_of_one, tmp_path):
         other = build()
         its = build_optimizer(other, OptimConfig(name="adam"))
         assert load_checkpoint(states[kind], other, its) == 1
-        again = save_checkpoint(tmp_path / f"{kind}_again", 1, snapshot(other, its))
-        for file in ("model.safetensors", "optimizer.safetensors"):
-            assert (again / file).read_bytes() == (states[kind] / file).read_bytes()
+        states[f"{kind} again"] = save_checkpoint(tmp_path / f"{kind}_again", 1, snapshot(other, its))
     for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (states["shards"] / file).read_bytes() == (states["copy"] / file).read_bytes()
+        assert len({(folder / file).read_bytes() for folder in states.values()}) == 1

@@ -1,11 +1,14 @@
-"""The lines for Slurm of configs/running.md, read from that file, on a cluster of two virtual nodes."""
+"""The lines for Slurm of configs/running.md, read from that file, on a cluster of two virtual nodes.
+
+They are of one machine: GPUs, a slow network, a shared file system and cgroups are not shown.
+"""
 
 import re
 
 import pytest
 import slurm
 import yaml
-from conftest import ROOT, TINY, finished, start_command, wait_until
+from conftest import ROOT, TINY, finished, start_command, wait_until, weights_of
 
 from mpp.runtime.signals import MARKER
 from mpp.training.checkpoint import newest_step
@@ -66,11 +69,7 @@ def undisturbed(tmp_path_factory):
     launch = ("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0", "mpp/pretrain.py")
     ended = finished(start_command(*launch, *LONG, f"--run.dir={folder}"))
     assert ended.returncode == 0, ended.stderr
-    return weights(folder)
-
-
-def weights(folder):
-    return (folder / "encoder" / "model.safetensors").read_bytes()
+    return weights_of(folder)
 
 
 def log_of(script):
@@ -88,7 +87,7 @@ def test_a_job_is_requeued_until_it_is_done(cluster, script, undisturbed, tmp_pa
         wait_until(lambda restarts=restarts: int(cluster.job(job)["Restarts"]) > restarts)
     job = cluster.ended(job)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log_of(file)
-    assert weights(tmp_path / "run") == undisturbed
+    assert weights_of(tmp_path / "run") == undisturbed
     assert log_of(file).count("stopped by SIGTERM after step") == 2, "the log is cut"
     tally("Slurm: the time of a job is up, twice: checkpoint, requeue, the same command *", 2)
 
@@ -115,7 +114,7 @@ def test_a_more_urgent_job_takes_the_nodes(cluster, script, undisturbed, tmp_pat
     job = cluster.ended(job)
     assert job["JobState"] == "COMPLETED" and job["Restarts"] != "0", log_of(file)  # by Slurm, by the script, or both
     assert "stopped by SIGTERM after step" in log_of(file)
-    assert weights(tmp_path / "run") == undisturbed
+    assert weights_of(tmp_path / "run") == undisturbed
     tally("Slurm: a more urgent job takes the nodes *", 1)
 
 
@@ -123,7 +122,7 @@ def test_two_nodes(cluster, script, undisturbed, tmp_path, tally):
     file = script("gpu_2x8.yaml --machine_rank")
     job = cluster.ended(cluster.submit(file))
     assert job["JobState"] == "COMPLETED" and job["NumNodes"] == "2", log_of(file)
-    assert weights(tmp_path / "run") == undisturbed
+    assert weights_of(tmp_path / "run") == undisturbed
     tally("Slurm: a job on two nodes *", 1)
 
 
@@ -147,7 +146,7 @@ def test_a_node_dies(cluster, script, undisturbed, tmp_path, tally):
     cluster.daemon("slurmd", "-N", "n2")
     job = cluster.ended(job)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log_of(file)
-    assert weights(tmp_path / "run") == undisturbed
+    assert weights_of(tmp_path / "run") == undisturbed
     tally("Slurm: a node dies in the middle of a job *", 1)
 
 

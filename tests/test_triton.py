@@ -25,6 +25,4 @@ def test_kernels_for_a_gpu_compile(tally):
     *kinds, total = map(json.loads, ended.stdout.splitlines())
     assert len(kinds) == len(KINDS) and not [kind for kind in kinds if kind["failed"]], ended.stdout
     assert all(kind["kernels"] > 10 for kind in kinds) and total["compiled"] > 60
-    # Training, evaluation, its last batch; training once more after einops has met a Parameter.
-    assert all(kind["graphs"] in ([3, 3], [3, 4]) for kind in kinds), ended.stdout
     tally(f"Triton kernels of {len(kinds)} kinds of models, forward and backward", total["compiled"])

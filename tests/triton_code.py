@@ -21,7 +21,6 @@ import torch
 import torch.utils._triton
 import triton
 from torch._dynamo import device_interface
-from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
@@ -105,31 +104,8 @@ def answer() -> None:
     inductor.triton.autotune_at_compile_time = False
 
 
-def dynamo_graphs(model: torch.nn.Module, images: torch.Tensor, corruption: Corruption) -> list[int]:
-    """Number of graphs after each of two evaluations in training: raises where a graph breaks.
-
-    An evaluation has batches as large as training's, and a last one that is shorter; that of the second is another.
-    """
-    torch.compiler.reset()
-    counters.clear()
-    module = torch.compile(model, backend="eager", fullgraph=True)
-    graphs = []
-    for last in (IMAGES - 3, IMAGES - 5):
-        module.train()
-        with torch.autocast("cpu", torch.bfloat16):
-            module(images, corruption)
-        module.eval()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            for count in (IMAGES, last):
-                module(images[:count], Corruption(*(each if each is None else each[:count] for each in corruption)))
-        graphs.append(counters["stats"]["unique_graphs"])
-    module.train()
-    torch.compiler.reset()
-    return graphs
-
-
-def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor], list[int]]:
-    """A step's loss and gradients as one graph; its inputs, fake tensors of the CPU; dynamo's number of graphs."""
+def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+    """A step's loss and gradients as one graph; its inputs, fake tensors of the CPU. Raises where dynamo's breaks."""
     model, objective = build_model(config)
     grid, patch_size = cell_grid(model.encoder)
     names = [name for name, _ in model.named_parameters()]
@@ -152,18 +128,19 @@ def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor], li
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)  # may compute activations again
         return [loss.detach(), *(each for each in gradients if each is not None)]
 
-    drawn = [draw(config.corruption, grid, 0, 0, number) for number in range(IMAGES)]
-    drawn = stack(drawn)
+    drawn = stack([draw(config.corruption, grid, 0, 0, number) for number in range(IMAGES)])
     drawn = [each for each in drawn if each is not None]
     shown = torch.zeros(IMAGES, config.data.channels, *(side * patch_size for side in grid), dtype=torch.uint8)
-    graphs = dynamo_graphs(model, shown, Corruption(*drawn))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(model, backend="eager", fullgraph=True)(shown, Corruption(*drawn))
+    torch.compiler.reset()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         given = [mode.from_tensor(each) for each in tensors]
         images, *corruption = (mode.from_tensor(each) for each in (shown, *drawn))
         inputs = (given[:count], given[count:], images, *corruption)
         options = dict(decomposition_table=select_decomp_table(), tracing_mode="real", _allow_non_fake_inputs=True)
         graph = make_fx(step, **options)(*inputs)
-    return graph, [*given, images, *corruption], graphs
+    return graph, [*given, images, *corruption]
 
 
 def on_cuda(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], FakeTensorMode]:
@@ -237,9 +214,9 @@ def main() -> None:
     graphs = [traced(parse(Config, options)) for options in kinds]
     answer()
     known: set[tuple[int, str]] = set()
-    for number, (options, (graph, inputs, dynamo)) in enumerate(zip(kinds, graphs, strict=True)):
+    for number, (options, (graph, inputs)) in enumerate(zip(kinds, graphs, strict=True)):
         kernels, bad = compiled(lowered(graph, *on_cuda(graph, inputs)), (H100,) if number else (H100, A100), known)
-        print(json.dumps({"options": options, "graphs": dynamo, "kernels": kernels, "failed": bad}), flush=True)
+        print(json.dumps({"options": options, "kernels": kernels, "failed": bad}), flush=True)
     print(json.dumps({"compiled": len(known)}))
 
 
