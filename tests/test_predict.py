@@ -18,6 +18,7 @@ from server import Command
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 
 from evaluation import embed, linear, predict, supervised, tables
+from evaluation.config import PredictConfig
 from evaluation.frozen.kept_heads import load_head
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.scoring import load_outcomes
@@ -229,15 +230,15 @@ def test_an_encoder_of_the_hub_that_has_changed_is_another(run_with_head, class_
 
 
 @pytest.mark.parametrize("has_run", [True, False])
-def test_images_are_read_as_those_that_a_kept_head_learned(has_run, finished_run, class_images, tmp_path, monkeypatch):
+def test_images_are_read_as_those_that_a_kept_head_learned(has_run, finished_run, class_images, tmp_path):
     """Whatever the range and nodata of its encoder, with its run or without; a setting that is named wins."""
     encoder = Path(shutil.copytree(finished_run if has_run else finished_run / "encoder", tmp_path / "one"))
     words = (f"--encoder={encoder}", "--data.eval_fraction=0.3", "--data.range=[0, 51]", "--data.nodata=7")
     linear.main([*FAST, f"--data.path={class_images}", *words, "--l2=0.01", "--save=true", f"--out={tmp_path}/l.json"])
-    monkeypatch.setattr(predict, "predict", lambda config, loaded: config.data)
     for options, nodata in ([], 7), (["--data.nodata=null"], None):
-        data = predict_settings(tmp_path / "l_head", class_images, *options)
-        assert (data.range, data.nodata) == ((0, 51), nodata)
+        words = [f"--classifier={tmp_path / 'l_head'}", f"--data.path={class_images}", *options]
+        config, _ = predict.parse_classifier(PredictConfig, words)
+        assert (config.data.range, config.data.nodata) == ((0, 51), nodata)
 
 
 def predict_settings(classifier: Path, images: Path, *options: str):
