@@ -30,6 +30,7 @@ WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, PALETTE = range(4)  # photometric interpretat
 NODATA_TAG = 42113  # GDAL_NODATA
 SIGNED_INTEGERS = 2  # a sample format
 JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
+OPTIONAL_COMPRESSIONS = (34925, 50000, 50001)  # LZMA, ZSTD, WebP: PIL may know them while its libtiff does not
 
 
 @contextlib.contextmanager
@@ -56,7 +57,8 @@ def read_tiff(data: bytes, config: ImagesConfig) -> Stored:
         nodata = nodata_of(page)
         opacity = {*(page.extrasamples or ())} & {PREMULTIPLIED, OPACITY}
         if is_for_pil(series, page, nodata, config):
-            with contextlib.suppress(UnidentifiedImageError):  # some compressions
+            may_lack = page.compression in OPTIONAL_COMPRESSIONS
+            with contextlib.suppress(OSError if may_lack else UnidentifiedImageError):  # then tifffile reads it
                 values = read_with_pil(data, config).values
                 if values.any() or PREMULTIPLIED not in opacity:
                     return Stored(values, nodata=nodata)
