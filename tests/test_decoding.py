@@ -132,6 +132,7 @@ def test_grey_and_rgb_become_each_other():
         decoded = decode_with(write(RGB), channels=1)
         assert abs(decoded.numpy().astype(int) - grey[None]).max() <= 1
         assert (decode_with(write(grey)).numpy() == np.stack([grey] * 3)).all()
+    assert (decode_with(npy(grey > 100), channels=1)[0].numpy() == np.where(grey > 100, 255, 0)).all()
     signed = grey.view(np.int8)  # PIL takes it for unsigned
     degrees = dict(channels=1, range=(-40.0, 40.0))
     assert torch.equal(decode_with(tiff(signed), **degrees), decode_with(npy(signed), **degrees))

@@ -27,6 +27,7 @@ def test_held_out_images_have_one_view_and_training_images_one_an_epoch():
         assert one is two is None or torch.equal(one, two)
     assert not torch.equal(views[0, 3].images, views[1, 3].images)
     assert not torch.equal(views[0, 3].images, other[0, 3].images)
+    assert views_of(replace(test, labels=None))[FIXED_VIEW, 3].labels == -1
     moved = replace(views, data=replace(views.data, cut_seed=1))
     assert not torch.equal(views[FIXED_VIEW, 3].corruption.positions, moved[FIXED_VIEW, 3].corruption.positions)
 
