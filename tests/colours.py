@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from conftest import encoded
+from torch import Tensor
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset
@@ -39,6 +40,11 @@ def save_classes(root: Path, names: Iterable[str], count: int = 2) -> None:
             save(root / name / f"{number}.png", kind)
 
 
+def kind_of(image: Tensor) -> int:
+    """What the pixels (3, H, W) of an image show."""
+    return int(abs(COLOURS - image[:, 4, 4].numpy()).sum(1).argmin())
+
+
 class Seen(NamedTuple):
     """An image as a dataset has it."""
 
@@ -60,11 +66,10 @@ def seen(path: Path | str, **settings) -> dict[str, dict[str, Seen]]:
         images = known.setdefault("train" if part.split == "held out" else part.split, {})
         for index in range(len(part)):
             name = COPIES.sub("", part.image_name(index)).removeprefix(f"{path}/")
-            pixel = part.decode(index, ImagesConfig())[:, 4, 4].numpy()
+            kind = kind_of(part.decode(index, ImagesConfig()))
             number = -1 if part.labels is None else part.labels[index]
             assert name not in images, name
-            colour = int(abs(COLOURS - pixel).sum(1).argmin())
-            images[name] = Seen(colour, None if number < 0 else part.class_names[number])
+            images[name] = Seen(kind, None if number < 0 else part.class_names[number])
     return known
 
 

@@ -11,7 +11,7 @@ import imagecodecs
 import numpy as np
 import pytest
 import torch
-from conftest import dataset_of, encoded, picture
+from conftest import encoded, picture
 from image_files import decode_with, write_tar
 
 from mpp.config import DataConfig
@@ -114,20 +114,13 @@ def save_phone(folder: Path) -> None:
         (folder / f"IMG_{number}.MOV").write_bytes(b"\0\0\0\x14ftypqt  ")
 
 
-def save_table(folder: Path) -> None:
-    """A column of files whose names say nothing, and other things."""
-    files = [read("rgb_8.heic"), jxl(RGB)] * 2
-    cells = [{"bytes": data, "path": name} for data, name in zip(files, ("x.jpg", "y", "z.bin", "x.jpg"), strict=True)]
-    dataset_of(files).map(lambda _, row: {"image": cells[row]}, with_indices=True).to_parquet(folder / "train.parquet")
-
-
 def save_tar(folder: Path) -> None:
     """Some programs convert a phone's pictures, and keep their names."""
     files = [encoded(picture(1)), read("rgb_8.heic"), read("rgb_8.avif"), jxl(RGB)]
     write_tar(folder / "train.tar", [(f"{number}.heic", data) for number, data in enumerate(files)])
 
 
-@pytest.mark.parametrize("save, of_heic", [(save_phone, 4), (save_table, 2), (save_tar, 1)])
+@pytest.mark.parametrize("save, of_heic", [(save_phone, 4), (save_tar, 1)])
 def test_content_decides_and_an_absent_decoder_is_named(tmp_path, without_module, capsys, save, of_heic):
     save(tmp_path)
     parts = load_image_datasets(DataConfig(path=str(tmp_path), eval_split=None, eval_fraction=0.25))

@@ -56,13 +56,17 @@ def test_crop_areas_and_ratios_are_torchvisions():
 
 
 def test_a_ratio_that_never_fits_gives_the_centre():
-    assert crop_box(100, 10, DataConfig(crop_area=(1.0, 1.0)), [0.5] * 40) == (43, 0, 13, 10)
+    config = DataConfig(crop_area=(1.0, 1.0))
+    assert crop_box(100, 10, config, [0.5] * 40) == (43, 0, 13, 10)
+    assert crop_box(10, 100, config, [0.5] * 40) == (0, 43, 10, 13)
+    assert crop_box(1, 100, config, [0.5] * 40) == (0, 49, 1, 1)
 
 
 def test_a_crop_may_lie_at_either_edge():
     quarter = DataConfig(crop_area=(0.25, 0.25), crop_ratio=(1.0, 1.0))
     assert crop_box(10, 20, quarter, [0.5, 0.5, 0.0, 0.0] * 10) == (0, 0, 7, 7)
     assert crop_box(10, 20, quarter, [0.5, 0.5, 0.999, 0.999] * 10) == (3, 13, 7, 7)
+    assert crop_box(1, 4, quarter, [0.5, 0.5, 0.0, 0.999] * 10) == (0, 3, 1, 1)  # of a single pixel
 
 
 def test_crop_is_the_resized_box_and_perhaps_flipped():

@@ -101,7 +101,7 @@ WRITERS = {  # name -> function, types of numbers, bands, whether it has orienta
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_pixels_are_those_that_were_written(writer, data, seed):
     write, types, bands, has_orientations = WRITERS[writer]
@@ -218,9 +218,8 @@ def test_masks_keep_the_numbers_of_any_bits_and_pictures_spread_them(bits):
 NO_MASKS = {
     "JPEG": encoded(GREY, "JPEG"),
     "JPEG in a TIFF": tiff(GREY, compression="jpeg"),
-    "AVIF": AS_PNG["avif"](RGB),
-    "JPEG 2000": imagecodecs.jpeg2k_encode(GREY, level=0),
     "colours": encoded(RGB),
+    "bands": npy(RGB),
     "fractions": npy(np.zeros((4, 4), np.float32)),
 }
 
@@ -234,7 +233,6 @@ def test_no_mask_of_changed_numbers(kind):
 FRAMES = [Image.fromarray(picture(number)) for number in range(3)]
 ANIMATIONS = {
     **{form: encoded(FRAMES[0], form, save_all=True, append_images=FRAMES[1:]) for form in ("PNG", "WEBP", "TIFF")},
-    "TIFF of tifffile": tiff(np.stack([RGB, picture(3)]), photometric="rgb"),
     "JPEG XL": AS_PNG["jxl"](np.stack([RGB, 255 - RGB])),
     "AVIF": AS_PNG["avif"](np.stack([RGB, 255 - RGB])),
 }
@@ -252,7 +250,6 @@ STAND_INS = {
     "an empty file": b"",
     "a file of zeros": bytes(500),
     "an HTML file": b"\n<!DOCTYPE html>\n<html><svg /></html>",
-    "an XML file": b'\xef\xbb\xbf<?xml version="1.0"?>\n<Error>',
     "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:00",
     "": b"P6 is a protein; BM and other words in a text",
 }
@@ -281,9 +278,9 @@ def tiff_with_sides(*names: str, **options) -> bytes:
     return bytes(data)
 
 
-def zipped(content: bytes, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
+def zipped(content: bytes) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", compression) as archive:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.npy", content)
     return file.getvalue()
 
@@ -292,9 +289,7 @@ def array_header(description: bytes) -> bytes:
     return b"\x93NUMPY\x01\0v\0" + description.ljust(117) + b"\n"
 
 
-LZMA = zipped(npy(RGB), zipfile.ZIP_LZMA)
 LARGE_PNG = with_chunk(b"", b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0), 0)
-LARGE_JXL = b"\xff\x0a" + (0b11 << 1 | (2**30 - 1) << 3 | 1 << 33 | 1 << 36).to_bytes(40, "little")
 UNITS = "units in a table or of frames"
 REFUSED = {  # kind -> file, what the line says
     "npy, a bomb": (
@@ -306,44 +301,30 @@ REFUSED = {  # kind -> file, what the line says
         "cannot be decoded",
     ),
     "npy, objects": (npy(np.array([[print]], object)), "object values"),
-    "npy, text": (npy(np.full((4, 4, 3), "a")), "<U1 values"),
     "npy, four dimensions": (npy(RGB[None]), r"shape \(1, 40, 48, 3\)"),
     "npy, empty": (npy(RGB[:0]), "no pixels"),
     "npy, not finite": (npy(np.full((4, 4, 3), np.nan, np.float32)), "not finite.*data.nodata"),
     "npy, a name": (b"\x93NUMPY\x01\0\x0a\0Doe^John x", "^a .npy file"),
     "npz, several": (npz(RGB, RGB), "2 arrays"),
-    "npz, damaged LZMA": (LZMA[:60] + bytes(30) + LZMA[90:], "^a .npz file"),
     "png, a bomb": (PNG_START + LARGE_PNG + encoded(RGB)[PNG_HEADER:], "max_pixels"),
-    "png, half": (encoded(RGB)[:1000], "^a PNG file that cannot be decoded: [^/]+$"),
     "jpeg, half": (encoded(RGB, "JPEG")[:700], "^a JPEG file that cannot be decoded: [^/]+$"),
-    "tiff, half": (tiff(RGB)[:3000], "^a TIFF file that cannot be decoded: [^/]+$"),
-    "tiff, a bomb": (tiff_with_sides("ImageWidth", "ImageLength"), "60000 x 60000 x 5 pixels are more"),
     "tiff, a bomb in a tile": (
         tiff_with_sides("TileWidth", "TileLength", tile=(16, 16), compression="zlib"),
         "60000 x 60000 x 5 pixels are more",
     ),
     "avif, a bomb": (with_sides((CODED / "rgb_8.avif").read_bytes(), b"ispe", 8, 15_000), "max_pixels|be read"),
     "jp2, a bomb": (with_sides(imagecodecs.jpeg2k_encode(RGB, level=0), b"\xff\x4f\xff\x51", 8), "max_pixels"),
-    "jxl, a bomb": (LARGE_JXL, "max_pixels"),
     "ppm, a bomb": (b"P6\n60000 60000\n255\n", "max_pixels"),
-    "ppm, no pixels": (b"P6\n0 0\n255\n", "no pixels"),
-    "ppm, many digits": (b"P6\n" + b"9" * 5000 + b" 1\n255\n", "^a PPM file"),
     "pgm, a name": (b"P5\n# \nDoe^John 2\n255\n", "^a PPM file"),
     "jpeg of 12 bits": (imagecodecs.jpeg8_encode(GREY.astype(np.uint16), bitspersample=12), "of 12 bits; convert it"),
     "jpeg, lossless": (lossless_jpeg(GREY), "^a lossless JPEG file; convert it"),
-    "jpeg, lossless of 16 bits": (imagecodecs.ljpeg_encode(GREY.astype(np.uint16)), "^a lossless JPEG file"),
     "jpeg-ls": (imagecodecs.jpegls_encode(RGB), "^a JPEG-LS file; convert it"),
     "dicom, a report": (file_of(described((4, 4))), "report"),
-    "dicom, no rows": (dicom(GREY, Rows=0), "no pixels"),
-    "dicom, a bomb": (dicom(GREY, Rows=60000, Columns=60000), "max_pixels"),
     "dicom, many frames": (dicom(GREY, NumberOfFrames=2000000), "max_pixels"),
     "dicom, more rows than pixels": (dicom(GREY, Rows=41), "^a DICOM file"),
     "dicom, frames in colour": (dicom(RGB, NumberOfFrames=2, PixelData=2 * RGB.tobytes()), "of 2 frames"),
-    "dicom, four frames": (dicom(np.stack([GREY] * 4)), "of 4 frames; they must be 3 in grey"),
     "dicom, large JPEG": (dicom(GREY[:10], [imagecodecs.jpeg8_encode(GREY)], JPEGBaseline8Bit), "^a DICOM file"),
-    "dicom, large JPEG-LS": (dicom(GREY[:10], [imagecodecs.jpegls_encode(GREY)], JPEGLSLossless), "^a DICOM file"),
     "dicom, large JPEG 2000": (dicom(GREY[:10], [j2k(GREY)], JPEG2000Lossless), "^a DICOM file"),
-    "dicom, no JPEG": (dicom(GREY, [b"\xff\xd8 no frame"], JPEGLSLossless), "^a DICOM file"),
     "dicom, a scale of 0": (dicom(GREY, RescaleSlope=0, RescaleIntercept=3), "rescale slope"),
     "dicom, half a scale": (dicom(GREY, RescaleSlope=2), "rescale slope"),
     "dicom, a table of units": (dicom(GREY, ModalityLUTSequence=in_groups(LUTExplanation="HU")), UNITS),
@@ -356,10 +337,6 @@ REFUSED = {  # kind -> file, what the line says
     ),
     "dicom, high bits": (dicom(GREY.astype(np.uint16), BitsStored=12, HighBit=15), "bits"),
     "dicom, deflated": (dicom(GREY, syntax=DeflatedExplicitVRLittleEndian), "deflated"),
-    "dicom, an unknown syntax": (
-        dicom(GREY).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.9.9.9\0"),
-        "^a DICOM file",
-    ),
 }
 
 
@@ -369,7 +346,7 @@ def test_broken_files_and_bombs_are_named_and_not_quoted(kind):
     with pytest.raises(UnreadableImage, match=words) as error:
         decode_with(data)
     assert "\n" not in str(error.value) and "Doe" not in str(error.value)
-    if kind != "dicom, four frames" and not kind.startswith("jpeg"):
+    if not kind.startswith("jpeg"):
         with pytest.raises(UnreadableImage):
             decode_with(data, bands=(1,), channels=1)
 
@@ -386,13 +363,15 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_largest_number_of_pixels_is_that_of_the_setting(name):
-    with pytest.raises(UnreadableImage, match=r"pixels are more than data.max_pixels \(1000\)"):
-        decode_with(WHOLE[name], max_pixels=1000)
-    assert len(decode_with(WHOLE[name], max_pixels=48 * 64)) == 3
+    _, height, width = decode_with(WHOLE[name]).shape
+    assert decode_with(WHOLE[name], max_pixels=height * width).shape == (3, height, width)
+    most = height * width - 1
+    with pytest.raises(UnreadableImage, match=rf"pixels are more than data.max_pixels \({most}\)"):
+        decode_with(WHOLE[name], max_pixels=most)
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     length=st.integers(0, 10**6), changes=st.lists(st.tuples(st.integers(20, 10**6), st.integers(0, 255)), max_size=4)
 )

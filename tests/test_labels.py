@@ -172,6 +172,11 @@ def test_texts_that_are_no_measures_are_classes(values):
     assert read(rows(Value("string"), values)).classes == 2
 
 
+def test_views_of_texts_as_polars_writes_them_are_texts():
+    numbered = read(datasets.Dataset(pa.table({"label": pa.array(["b", "a", None, "b"], pa.string_view())})))
+    assert numbered.class_names == ["a", "b"] and numbered.parts[0].tolist() == [1, 0, -1, 1]
+
+
 def test_labels_take_little_more_memory_than_their_numbers():
     numbers = np.arange(100_000) % 1000
     column = pa.FixedSizeListArray.from_arrays(numbers, 2).cast(pa.list_(pa.int64()))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from image_files import JFIF_END, decode_with, exif, segment, with_chunk
 from PIL import Image, ImageOps
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from mpp.data.decoding.channels import LUMA_WEIGHTS
 from mpp.features.frozen import to_pixels
@@ -82,14 +81,6 @@ def test_every_decoder_of_jpeg_turns_alike(by_torchvision, monkeypatch):
         assert_close(decode_with(data, channels=1), np.tensordot(LUMA_WEIGHTS, expected, 1)[None])
         with Image.open(io.BytesIO(data)) as image:
             assert np.array_equal(to_pixels(image, 3), expected)
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_jpegs_without_orientation_keep_their_bits(channels):
-    mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
-    for data in (JPEG, jpeg_of(*OTHERS.values()), jpeg_of(exif_segment(1))):
-        plain = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=mode)
-        assert torch.equal(decode_with(data, channels=channels), plain)
 
 
 BROKEN = {"no TIFF": b"nonsense", "cut": exif(6)[:12], "empty": b"", "elsewhere": b"II*\0\xff\xff\xff\x7f"}

@@ -141,29 +141,15 @@ def test_shards_of_other_settings_images_and_labels_are_not_mixed(tmp_path, monk
             main([*arguments, *more])
 
 
-def test_names_that_lead_out_write_nothing_there(tmp_path):
-    features = datasets.Features({"image": datasets.Image(decode=False)})
-    cells = [{"bytes": encoded(picture(1)), "path": "../../../../tmp/evil.png"}] * 2
-    (tmp_path / "data").mkdir()
-    datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / "data" / "train.parquet")
-    before = {path for path in tmp_path.rglob("*")}
-    main([f"--data.path={tmp_path / 'data'}", f"--out={tmp_path / 'out'}", "--data.image_column=image"])
-    assert {path for path in tmp_path.rglob("*") if "out" not in path.parts} == before
-    assert load_splits(SourceConfig(path=str(tmp_path / "out")))["train"].num_rows == 2
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["--short_side=0"], "short_side is 0; it must be a"),
-        (["--quality=101"], "quality is 101; it must be a"),
         (["--data.path=null"], "data.path is null; it must be a dataset"),
-        (["--out=~/shards"], "out is ~/shards; it must be a path on this machine"),
         (["--out=gs://bucket/shards"], "out is gs://bucket/shards; it must be a path on this machine"),
         (["--out={}/shards"], r"out is .*shards; it must be outside of .*images: its"),
         (["--out={}/train/../.."], r"out is .*; it must be a new folder"),  # with other files
         (["--data.path=./nowhere"], "data.path is ./nowhere, which does not exist"),
-        (["--data.label_column=kind"], "data.label_column is kind; data.path .* has image, label"),
         (["--data.bands=[7,8,9]", "--workers=1"], "out is .*out; it must be of images of which some can be decoded"),
     ],
 )
@@ -182,8 +168,6 @@ def test_bad_settings_are_named(tmp_path, settings, words):
         (["train", "train_extra", "unlabeled"], ["train", "train_extra", "unlabeled"]),
         (["Train", "val"], ["train", "validation"]),
         (["train", "held out"], "train, train"),
-        (["train", "extra_train"], "train, train"),
-        (["train", "test set 2"], "train, test"),
         (["train", "../1"], "train, 1"),
     ],
 )
@@ -206,11 +190,3 @@ def test_splits_keep_their_names_or_are_refused(tmp_path, splits, read_as):
 def test_one_command_a_folder(folder, tmp_path):
     with hold(tmp_path / "out", "out"), pytest.raises(UserError, match=r"out is .*, which another process is writing"):
         main(options(folder, tmp_path / "out"))
-
-
-def test_columns_that_shards_leave_out_are_named(tmp_path, capsys):
-    save(tmp_path / "images" / "1.png")
-    (tmp_path / "images" / "labels.csv").write_text("file,species,city\n1.png,Felis,Rome\n")
-    for column, others in (("null", "species, city"), ("species", "city")):
-        main(options(tmp_path / "images", tmp_path / column, f"--data.label_column={column}"))
-        assert f"without {others}; data.label_column names the labels\n" in capsys.readouterr().out

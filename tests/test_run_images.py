@@ -65,12 +65,8 @@ def test_reports_on_other_images_and_by_other_settings_are_named_after_them(tmp_
     assert suffix() == ""
     assert suffix("--data.path=elsewhere", "--data.label_column=kind") == "_path_elsewhere_label_column_kind"
     assert report_suffix(KnnConfig.of(encoder=str(tmp_path))) == "_path_None"  # from Python: the package's images
-    assert suffix("--data.train_images=100", "--data.eval_seed=1") == "_eval_seed_1_train_images_100"
-
     encoder = "--encoder=floor:pixels"
-    few = {"of": FewshotConfig, "of_all": True}
-    assert suffix(**few) == suffix("--threads=1", "--data.workers=0", **few) == ""
-    assert suffix("--shots=[5, 10]", "--data.eval_crop=1", **few) == "_eval_crop_1.0_shots_5-10"
+    assert suffix("--threads=1", "--data.workers=0", of=FewshotConfig, of_all=True) == ""
     rates = ([step / number for number in range(1, 30)] for step in (1, 2))
     long, other = (suffix(f"--l2={each}", of=LinearConfig, of_all=True) for each in rates)
     assert len(long) == len(other) == len("_l2_123456") and long != other
@@ -90,6 +86,8 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, capsys):
         others = own_images(folder, f"--data.path={given}")
         assert (others.path, others.cut_seed) == (path, 0)
     assert own_images("floor:pixels") == FewshotConfig().data
+    steps = own_images(folder / "checkpoints" / "step_00000004" / "model.safetensors")
+    assert (steps.path, steps.cut_seed) == (str(image_folder), 3)
 
 
 def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_path, monkeypatch):

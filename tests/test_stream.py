@@ -16,7 +16,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.shards import ROW_BITS, load_streamed
 from mpp.data.stream import Cursor, StreamedBatches, stream_workers, streaming_loader
 from mpp.data.views import ViewDataset
-from mpp.errors import UserError
+from mpp.errors import Undecodable, UserError
 
 SHARDS = 6
 ROWS = 11  # of a shard
@@ -97,11 +97,34 @@ def test_epochs_and_blocks_are_shuffled(parquet):
 
 
 def test_a_cursor_goes_on_where_it_stands(parquet):
-    whole, _ = read(stream(parquet), 0, 80)
-    for stop in (1, 3, 4, 11, 66, 70):  # in a block, at its end, at a shard's, at an epoch's
-        begun, cursor = read(stream(parquet), 0, stop)
-        rest, _ = read(stream(parquet), 0, 80 - stop, cursor)
-        assert begun + rest == whole
+    batches = stream(parquet)
+    whole, _ = read(batches, 0, 80)
+    cursors = [after for _, after in islice(batches.samples(0, START), 80)]
+    for stop in (1, 4, 11, 15, 66, 70):  # in a block, at its end, at a shard's, in the next, at an epoch's
+        assert read(batches, 0, 10, cursors[stop - 1])[0] == whole[stop : stop + 10]
+
+
+def test_batches_have_the_images_of_their_forward_pass(parquet):
+    """Three images a step in two passes: one, and two; by one worker or two in turn."""
+    views = stream(parquet).views
+    layout = BatchLayout(3, 2, 1, 0)
+    whole = list(StreamedBatches(views, layout, 0, 4, {}, 1))
+    assert [len(batch.indices) for batch in whole] == [1, 2] * 4
+    cursors = {0: whole[3].cursor.tolist()[1:]}
+    resumed = list(StreamedBatches(views, layout, 2, 4, cursors, 1))
+    assert [batch.indices.tolist() for batch in resumed] == [batch.indices.tolist() for batch in whole[4:]]
+    assert len(list(StreamedBatches(views, layout, 1, 4, {}, 2))) == 3  # this process's worker reads every second
+
+
+def test_as_many_broken_blocks_as_are_let_through_are_named_with_the_next_image(tmp_path, monkeypatch):
+    dataset_of([b"nothing", b"nothing", image_of(0, 0)]).to_parquet(tmp_path / "train.parquet")
+    dataset_of([image_of(0, 0)]).to_parquet(tmp_path / "test.parquet")
+    batches = stream(tmp_path, block=1)
+    monkeypatch.setattr("mpp.data.stream.MAX_REPLACEMENTS", 2)
+    assert len(next(batches.samples(0, START))[0].unreadable) == 2
+    monkeypatch.setattr("mpp.data.stream.MAX_REPLACEMENTS", 1)
+    with pytest.raises(Undecodable, match="images in a row"):
+        next(batches.samples(0, START))
 
 
 @pytest.mark.faults
@@ -173,8 +196,6 @@ def test_unreadable_images_of_a_stream_are_named_and_replaced_until_there_are_no
     ("settings", "words"),
     [
         ({"train_images": 5}, "data.train_images is 5"),
-        ({"split": "training"}, "data.split is training"),
-        ({"image_column": "label"}, "data.image_column is label"),
         ({"eval_split": None, "eval_fraction": 0.95}, "data.eval_fraction is 0.95"),
     ],
 )
@@ -189,6 +210,8 @@ def test_a_stream_has_as_many_workers_as_before_or_as_shards_allow(parquet):
     free = replace(views, data=replace(views.data, workers=None))
     assert stream_workers(free, layout, {}) == 1  # six shards, four processes
     assert stream_workers(free, layout, {0: [5, 0, 0, 0, 0]}) == 5
+    alone = replace(views, data=replace(views.data, workers=0))
+    assert stream_workers(alone, layout, {0: [1, 0, 0, 0, 0]}) == 0
     with pytest.raises(UserError, match=r"data\.workers is 1; it must be 5"):
         stream_workers(views, layout, {0: [5, 0, 0, 0, 0]})
     with pytest.raises(UserError, match=r"train has 6 shards; .* 7 data.workers"):
