@@ -1,6 +1,10 @@
-"""A step whose images cannot all be read is dropped whole, and done again with the same bits."""
+"""Batches taken when their forward pass begins: order, steps that are dropped, and a simulated device's idle time."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from conftest import TINY, read_metrics
@@ -33,3 +37,71 @@ def test_a_step_without_all_of_its_images_is_dropped_whole(tmp_path, monkeypatch
             run("cut")
     assert run("cut") == whole
     assert read_metrics(tmp_path / "cut") == read_metrics(tmp_path / "whole")
+
+
+class SimulatedClock:
+    """A loader and a device by a clock of their own: the loader works ahead, the device works off its queue.
+
+    Args:
+        load: seconds a batch, of all loader processes together.
+        compute: seconds a forward and backward pass.
+        ahead: batches that are loaded before they are taken, at most.
+
+    The host is one pass ahead of the device: a GPU's queue holds a thousand kernels, and a pass has hundreds.
+    """
+
+    def __init__(self, load: float, compute: float, ahead: int):
+        self.load, self.compute, self.ahead = load, compute, ahead
+        self.host = 0.0
+        self.device = 0.0
+        self.idle = 0.0
+        self.loaded_at: list[float] = []
+        self.taken_at: list[float] = []
+
+    def batches(self) -> Iterator[SimpleNamespace]:
+        """Batches, each when it is loaded."""
+        while True:
+            number = len(self.loaded_at)
+            begin = self.loaded_at[-1] if number else 0.0
+            if number >= self.ahead:
+                begin = max(begin, self.taken_at[number - self.ahead])
+            self.loaded_at.append(begin + self.load)
+            self.host = max(self.host, self.loaded_at[-1])
+            self.taken_at.append(self.host)
+            yield SimpleNamespace(images=[0] * 8, unreadable=[], cursor=None)
+
+    def compute_pass(self) -> None:
+        """Queue a pass on the device."""
+        self.host = max(self.host, self.device - self.compute)
+        self.idle += max(0.0, self.host - self.device)
+        self.device = max(self.host, self.device) + self.compute
+
+    def wait_for_device(self) -> None:
+        """The host reads a number of the device."""
+        self.host = max(self.host, self.device)
+
+
+def idle_share(passes: int, log_every: int, ahead: int, steps: int = 200) -> float:
+    """Share of the time that the simulated device is idle, with a loader 1.1 times as fast as the device."""
+    clock = SimulatedClock(load=1.0, compute=1.1, ahead=ahead)
+    loop = SimpleNamespace(
+        preemption=SimpleNamespace(wait_for=lambda get: get(), agreed=lambda failed=False: failed),
+        tracker=SimpleNamespace(warn_unreadable=lambda _: None),
+        speed=SimpleNamespace(waiting=nullcontext),
+        batches=clock.batches(),
+    )
+    loop.load_batch = partial(Loop.load_batch, loop)
+    for step in range(steps):
+        for _ in range(passes):
+            Loop.next_batch(loop, step)
+            clock.compute_pass()
+        if step == 0:
+            clock.idle = 0.0  # the first batch is waited for in any case
+        if (step + 1) % log_every == 0:
+            clock.wait_for_device()
+    return clock.idle / clock.device
+
+
+@pytest.mark.parametrize(("passes", "ahead"), [(32, 24), (32, 4), (4, 4)])
+def test_a_device_is_not_idle_while_a_loader_keeps_up(passes, ahead):
+    assert idle_share(passes, log_every=20, ahead=ahead) < 0.02
