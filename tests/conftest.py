@@ -302,11 +302,6 @@ def pytest_terminal_summary(terminalreporter):
         for what, count in times.items():
             terminalreporter.write_line(f"| {what:{width}} | {count:>6} | {seconds[what]:>6.0f} |")
 
-    for test in terminalreporter.stats.get("passed", ()):
-        for title, lines in (value for name, value in test.user_properties if name == "table"):
-            terminalreporter.section(title)
-            terminalreporter.write_line("\n".join(lines))
-
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 48)) -> np.ndarray:
     """A smooth colourful image (H, W, 3) uint8, that JPEG keeps nearly as it is."""

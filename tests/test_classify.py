@@ -8,7 +8,6 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from classified_images import read_csv
 from conftest import TINY, encoded, kill_at, picture, read_metrics, title_and_tags
 from safetensors.torch import load_file, save_file
 
@@ -22,17 +21,16 @@ from evaluation.supervised import Classification
 from evaluation.supervision.classifiers import load_classifier
 from evaluation.supervision.learners import HeadedEncoder, build_backbone
 from mpp import pretrain
-from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig
+from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig
 from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.data.views import Batch
 from mpp.errors import UserError
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import export_encoder, learned_labels
-from mpp.models.encoder import Normalize, build_encoder
+from mpp.models.encoder import Normalize
 from mpp.models.plain import checkpoint_activations
 from mpp.training.checkpoint import complete_checkpoints
-from mpp.training.optim import averaged_weights, build_optimizer
 
 BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
 SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
@@ -80,23 +78,20 @@ def weights_of(folder):
     return (folder / "encoder" / "model.safetensors").read_bytes()
 
 
-def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
+def test_supervised_run_looks_like_pre_trainings(tmp_path):
     birds = ["fowl", "owl", "parrot", "penguin", "raptor", "seabird", "songbird", "wader", "waterfowl"]
     folder = train_supervised(tmp_path / "run", *SMALL)
     files = {path.name for path in folder.iterdir()}
     assert {"config.yaml", "data.json", "metrics.jsonl", "verdict.json", "checkpoints", "encoder"} <= files
-    assert "classifier" not in files  # the head has two layers
     outcomes = load_outcomes(folder / "supervised.json")
     assert outcomes.class_names == birds and len(outcomes) == 8
     assert image_scores(outcomes).mean() == pytest.approx(read_metrics(folder, "heldout/accuracy")[4])
-    assert [row["class"] for row in read_csv(folder / "supervised.classes.csv")] == birds
     assert read_metrics(folder)[1] == pytest.approx(np.log(9), rel=1e-5)  # the head starts at zero: nine classes
     assert read_metrics(folder, "heldout/largest_class")[4] == 0.25  # of 8 birds
     encoder = mpp.load_encoder(folder)
     assert encoder(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
     assert "label_names" not in encoder.pretrained_cfg  # its output is no logits
     assert learned_labels(str(folder))
-    assert "| accuracy " in capsys.readouterr().out
     assert title_and_tags(folder / "encoder")[0] == "run: encoder trained with labels"
     assert json.loads((folder / "data.json").read_text())["train"]["classes"] == birds
 
@@ -104,7 +99,6 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
 SOURCE = "the encoder"
 JUDGED = {
     "pre-trained, with registers": (pretrain, "mean", ["--model.arguments={reg_tokens: 2}"]),
-    "rows and columns": (pretrain, "mean", ["--model.mixing=axial"]),
     "rotations": (supervised, "mean", ["--model.name=vit_small_patch16_dinov3", "--model.patch_size=8"]),
     "SimCLR that trains [class]": (contrastive, "class", ["--head.pooling=class"]),
     "fine-tuned": (finetune, "mean", [f"--encoder={SOURCE}", "--lrs=0.1"]),
@@ -143,25 +137,6 @@ def test_the_card_gives_plain_timm_the_feature_that_was_judged(kind, encoder, tm
 MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--augment.label_smoothing=0.1")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(("--head.kind=linear", "--optim.average=0.9", "--optim.name=muon"), id="linear, average, Muon"),
-        pytest.param((*MIXED, "--optim.layer_decay=0.7", "--model.drop_path=0.1"), id="modern recipe"),
-    ],
-)
-def test_supervised_training_resumes_with_the_same_bits(tmp_path, monkeypatch, arguments):
-    arguments = (*SMALL, *arguments, "--model.dropout=0.1")
-    whole = train_supervised(tmp_path / "whole", *arguments)
-    killed = tmp_path / "killed"
-    with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
-        kill_at(context, 3)
-        train_supervised(killed, *arguments)
-    train_supervised(killed, *arguments)
-    assert weights_of(killed) == weights_of(whole)
-    assert read_metrics(killed) == read_metrics(whole)
-
-
 @pytest.mark.parametrize("name", ["test_convnext", "test_mambaout", "hgnet_tiny", "test_resnet", "levit_128s"])
 def test_other_models_than_vits_are_pooled_as_timm_does(name):
     """Some have their last norm, or a layer, after pooling; a parameter that is not used ends two processes."""
@@ -175,24 +150,6 @@ def test_other_models_than_vits_are_pooled_as_timm_does(name):
     model(images).square().sum().backward()
     unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert unused == []
-
-
-@pytest.mark.parametrize(
-    ("name", "depths"),
-    [
-        ("mvitv2_tiny", 4),
-        ("twins_svt_small", 1),
-        ("vit_relpos_small_patch16_224", 12),
-    ],
-)
-def test_depths_are_what_timm_gives_features_of(name, depths):
-    with torch.device("meta"):
-        encoder = timm.create_model(name, num_classes=0)
-        images = torch.empty(2, 3, 224, 224)
-        assert len(stages(encoder)) == depths and features_at(encoder, images, [depths], "mean")[0].ndim == 2
-        assert len(features_at(encoder, images, range(1, depths + 1), "mean")) == depths
-        with pytest.raises(UserError, match=rf"depth is \[{depths + 1}\]; it must be at most {depths}"):
-            features_at(encoder, images, [depths + 1], "mean")
 
 
 @pytest.mark.parametrize("name", ["xcit_nano_12_p16_224", "pvt_v2_b0"])
@@ -213,17 +170,9 @@ REFUSED = {
         ("--model.name=resnetv2_50x1_bit", "--model.depth=3"),
         r"model\.depth is 3; it must be left out with resnetv2_50x1_bit",
     ),
-    "an argument that has a setting": (
-        ("--model.name=resnetv2_50x1_bit", "--model.arguments={in_chans: 1}"),
-        r"model\.arguments is in_chans; it must be arguments of ",
-    ),
     "no argument in timm": (
         ("--model.name=resnetv2_50x1_bit", "--model.arguments={chanels: [8]}"),
         r"model\.name is resnetv2_50x1_bit, .*'chanels'",
-    ),
-    "batch norms would see images again": (
-        ("--model.name=resnet10t", "--model.activation_checkpointing=true"),
-        r"^model\.activation_checkpointing is true; .* batch norms would see",
     ),
     "mixing needs two images": (
         ("--augment.mixup=0.8", "--data.batch_size=1"),
@@ -244,8 +193,6 @@ def test_what_cannot_be_trained_with_labels_is_refused(tmp_path, image_folder, c
 
 def test_what_cannot_be_fine_tuned_is_refused(tmp_path, encoder):
     resnet = ("test_resnet", "--init=random", "--lrs=0.01")
-    with pytest.raises(UserError, match="or for a model with batch norms"):
-        fine_tune(tmp_path / "tuned", *resnet, "--data.batch_size=1")
     with pytest.raises(ValueError, match=r"^activation_checkpointing is true; .* its batch norms would see"):
         fine_tune(tmp_path / "tuned", *resnet, "--activation_checkpointing=true")
     with pytest.raises(ValueError, match=r"^it is true; it must be false: timm has none for this model"):
@@ -297,20 +244,11 @@ def test_finetuning_compares_rates_on_dev_over_dev_steps_and_tests_once(tmp_path
     dev_rate, rate = (read_metrics(run, "optim/lr")[3] for run in (runs[f"dev_{tested.name}"], tested))
     assert 0 < dev_rate < rate  # a whole schedule of its own, not a part of the longer one
     assert result["accuracy"] == read_metrics(tested, "heldout/accuracy")[4]
-    low, high = result["interval"]
-    assert low < result["accuracy"] < high and report["labels"]["class_names"][0] == "fowl"
-    printed = capsys.readouterr().out
-    for said in (
-        f"{best:g} was tested: {tested}",
-        "dev images (dev_fraction of the training images) choose the rate: too few to tell",
-        f"the best rate, {best:g}, is the smallest or largest of lrs",
-    ):
-        assert said in printed
+    assert f"the best rate, {best:g}, is the smallest or largest of lrs" in capsys.readouterr().out
     before = (tmp_path / "finetune.json").read_bytes()
     finetune.main(arguments)  # finished: nothing is trained again
     assert (tmp_path / "finetune.json").read_bytes() == before
-    again = capsys.readouterr().out
-    assert "is finished" in again and f"next: mpp predict --classifier {tested} --data.path" in again
+    assert f"next: mpp predict --classifier {tested} --data.path" in capsys.readouterr().out
 
 
 def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypatch):
@@ -347,17 +285,6 @@ def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, enc
     assert all(parameter.requires_grad for parameter in finetunings[0].model.parameters())
 
 
-def test_finetuning_leaves_fixed_positions_as_they_are(tmp_path):
-    source = build_encoder(ModelConfig(img_size=32, patch_size=8, width=16, depth=2, heads=2, position="sincos_2d"))
-    export_encoder(source, tmp_path / "encoder", 32, (0.5,) * 3, (0.5,) * 3, 0.875)
-    fine_tune(tmp_path / "run", tmp_path, "--lrs=0.1")
-    run = tmp_path / "run" / "lr_0.1"
-    untuned = source.state_dict()
-    tuned = load_frozen_encoder(str(run)).model.state_dict()
-    unchanged = {name for name, tensor in tuned.items() if torch.equal(tensor, untuned[name])}
-    assert unchanged == {"pos_embed"}
-
-
 def test_the_card_names_a_file_of_weights_and_has_no_licence_of_timms_own(tmp_path):
     file = tmp_path / "weights.safetensors"
     save_file(timm.create_model("test_vit", num_classes=0, img_size=32).state_dict(), file)
@@ -365,22 +292,6 @@ def test_the_card_names_a_file_of_weights_and_has_no_licence_of_timms_own(tmp_pa
     card = (tmp_path / "run" / "lr_0.1" / "encoder" / "README.md").read_text()
     assert f"Trained with labels, from {file}." in card
     assert timm.get_pretrained_cfg("test_vit").license and "license:" not in card
-
-
-def test_activation_checkpointing_of_other_networks_computes_the_same_again():
-    images = torch.randn(2, 3, 32, 32)
-    results = []
-    for times in (1, 2):
-        torch.manual_seed(1)
-        model = timm.create_model("test_efficientnet_gn", drop_path_rate=0.3, num_classes=3).train()
-        if times == 2:
-            checkpoint_activations(model, "it")
-        calls = []
-        model.blocks[1][0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        model(images).square().mean().backward()
-        results.append([parameter.grad for parameter in model.parameters()])
-        assert len(calls) == times
-    assert all(map(torch.equal, *results)) and results[0][0].any()
 
 
 def test_a_kill_during_finetuning_loses_nothing(tmp_path, encoder, monkeypatch, finetunings):
@@ -395,25 +306,6 @@ def test_a_kill_during_finetuning_loses_nothing(tmp_path, encoder, monkeypatch, 
     assert len(complete_checkpoints(run)) == 1
     fine_tune(tmp_path / "killed", encoder, "--lrs=0.001", *modern)
     assert weights_of(run) == weights_of(tmp_path / "whole" / "lr_0.001")
-
-
-@pytest.mark.parametrize("warmup", [True, False], ids=["decay rises", "constant decay"])
-def test_polyak_average_by_hand(warmup):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    config = OptimConfig(name="adam", lr=0.1, average=0.8, average_warmup=warmup)
-    built = build_optimizer(model, config)
-    average = None
-    for step in range(1, 60):
-        model(torch.randn(4, 3)).square().sum().backward()
-        built.step()
-        built.zero_grad()
-        decay = min(0.8, (1 + step) / (10 + step)) if warmup else 0.8
-        weight = model.weight.detach().clone()
-        average = weight if average is None else decay * average + (1 - decay) * weight
-    with averaged_weights(built):
-        torch.testing.assert_close(model.weight.detach(), average)
-    assert torch.equal(model.weight.detach(), weight)
 
 
 class OnPixels(Classification):

@@ -9,7 +9,6 @@ import pytest
 from classified_images import read_csv
 from comparisons import FAST, SmallComparison, noted, write_cats_and_dogs
 from conftest import encoded, picture, read_metrics
-from server import Command
 
 from evaluation import compare, fewshot, finetune, knn
 from evaluation.comparison.cases import case_digest
@@ -63,10 +62,8 @@ def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, mon
     text = small.table()
     assert text in capsys.readouterr().out and len(text.split("\n\n")[1].splitlines()) == 5
     assert (small.folder / "out" / "comparison.png").stat().st_size > 1000
-    assert (small.folder / "out" / "comparison.pdf").read_bytes().startswith(b"%PDF")
     for line, row in zip(read_csv(small.folder / "out" / "table.csv"), rows, strict=True):
-        assert (line["encoder"], line["evaluation"], line["kind"]) == (row["encoder"], row["evaluation"], row["kind"])
-        assert line["accuracy"] == str(row.get("accuracy", ""))
+        assert (line["encoder"], line["accuracy"]) == (row["encoder"], str(row.get("accuracy", "")))
 
     monkeypatch.setattr(Evaluation, "run", lambda *_: pytest.fail("evaluated twice"))
     monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("trained twice"))
@@ -130,10 +127,14 @@ def test_what_an_encoder_is_made_from_comes_first_and_its_compute_counts_once(sm
     ask_few_shots_of_one_dataset(small)
     case, _ = small.cases().values()
     assert {*case.encoder.parents} == {setting, TEACHER_SETTINGS[command]}
+    small.config["questions"] = [{"name": "children", "encoders": ["child"]}]  # the parent is trained for it alone
     with hold(tmp_path / "encoders" / "0", "dir"), pytest.raises(Held):
         compare.train_encoder(case.encoder, tmp_path / "out")
     pflop = {row["encoder"]: row["training_pflop"] for row in small.compare()["results"]}
     of_parent, of_child = (executed(tmp_path / folder) for folder in ("encoders/0", "child"))
+    assert pflop == {"child": of_parent + of_child}
+    del small.config["questions"]
+    pflop = {row["encoder"]: row["training_pflop"] for row in small.compare()["results"]}
     assert pflop == {"pre-trained": of_parent, "child": of_parent + of_child}
 
     if made_by == "continued":
@@ -158,17 +159,6 @@ def pupil_of(teacher, folder, setting):
 def executed(folder):
     """PFLOP that a run executed."""
     return max(read_metrics(folder, "compute/pflop").values())
-
-
-@pytest.mark.faults
-def test_a_teacher_is_trained_where_its_own_results_are_not_asked_for(small, tmp_path):
-    """A student of it needs its weights."""
-    teacher = small.config["encoders"][0] | {"seeds": [0]}
-    small.config["encoders"] = [teacher, pupil_of(teacher, tmp_path / "taught", "objective.teacher")]
-    small.config["questions"] = [{"name": "students", "encoders": ["taught"]}]
-    ask_few_shots_of_one_dataset(small)
-    assert {row["encoder"] for row in small.compare()["results"]} == {"taught"}
-    assert (tmp_path / "taught" / "encoder").is_dir() and list(small.results()["summary"]) == ["students"]
 
 
 @pytest.mark.faults
@@ -233,7 +223,7 @@ def test_a_report_that_was_cut_off_is_none(floor, monkeypatch, settings_of_fewsh
 
 @pytest.mark.faults
 def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, monkeypatch, capsys):
-    """Of two evaluations of two seeds, and of a start from new; other settings are tried."""
+    """Of two evaluations of two seeds; other settings are tried."""
     trained = noted(monkeypatch, compare, "train")
     wild, _, floor = small.config["encoders"]
     wild |= {"name": "wild", "train_options": wild["train_options"] | {"optim.lr": 1e30}}
@@ -251,16 +241,14 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     assert small.compare() == first and len(trained) == 2
     assert "; delete it to try again" in capsys.readouterr().err
 
-    shutil.rmtree(folders[1])
-    wild["train_options"]["optim.lr"] = 1e-3
-    wild["seeds"] = [1]
+    wild["train_options"] = wild["train_options"] | {"optim.lr": 1e-3}
     finetuned["options"]["lrs"] = 1e30
-    small.config["evaluations"] = [of_knn, finetuned]
-    second = small.compare()["summary"]["comparison"]["wild"]
-    assert [config.run.dir for config in trained[2:]] == [folders[1]] * 2  # the second time it is finished
-    assert second["kNN 20"]["mean"] > 0 and second["fine-tuned"] == {"diverged": 1}
+    small.config["evaluations"] = [finetuned]
+    small.config["encoders"] = [wild | {"seeds": [1], "encoder": str(tmp_path / "tame/{seed}")}]
+    second = small.compare()["summary"]["comparison"]
+    assert second == {"wild": {"fine-tuned": {"diverged": 1}}}
     monkeypatch.setattr(finetune, "run", lambda config: pytest.fail("again"))
-    assert small.compare()["summary"]["comparison"]["wild"] == second
+    assert small.compare()["summary"]["comparison"] == second
 
 
 def test_random_weights_of_an_architecture_whose_training_diverged_did_not(small, tmp_path, monkeypatch):
@@ -303,25 +291,6 @@ def test_an_evaluation_that_does_not_apply_is_named_and_left_out(floor, trained,
     for case in ("hog-0-masked-one", "floor-0-deep-one"):
         assert f"note: {case} is left out, it does not apply: " in printed
     assert list(floor.results()["summary"]["a"]) == ["floor"]
-
-
-@pytest.mark.faults
-def test_processes_share_a_comparison(small, tmp_path):
-    """Two at once: none trains or evaluates what the other does, and both end with all results."""
-    small.config["evaluations"] = small.config["evaluations"][:1]
-    both = [Command("compare", "--config", str(small.write()), prepare=hurry) for _ in range(2)]
-    assert [command.wait() for command in both] == [[0], [0]], both[0].said + both[1].said
-    reports = list((tmp_path / "out" / "reports").glob("*.json"))
-    assert len(reports) == 2 * (2 + 2 + 1)
-    written = [f"{tmp_path}/encoders/{seed}: encoder/" for seed in (0, 1)] + [f"{report}\n" for report in reports]
-    for file in written:
-        assert sum(command.said.count(f"wrote {file}") for command in both) == 1
-    tables = [command.said[command.said.rindex("| accuracy (%)") :] for command in both]
-    assert tables[0] == tables[1]
-
-
-def hurry() -> None:
-    compare.RETRY_S = 0.2
 
 
 def test_an_encoder_of_other_images_or_weights_is_refused(small, tmp_path):

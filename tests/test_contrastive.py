@@ -77,13 +77,6 @@ def test_a_view_is_torchvisions_and_a_function_of_seed_epoch_index_and_view():
     assert len(different) == 6
 
 
-def test_the_defaults_and_the_overlay_are_the_papers():
-    config = parse(contrastive.ContrastiveConfig, ["--config=cifar10", "--config=rivals/simclr_cifar10"])
-    assert (config.views.jitter, config.views.blur, config.contrast.temperature) == (0.5, 0.0, 0.5)
-    assert config.data.crop_area == (0.08, 1.0) and config.model.width == 96
-    assert parse(contrastive.ContrastiveConfig, ["--config=rivals/simclr"]) == contrastive.ContrastiveConfig()
-
-
 def run(folder, *arguments: str):
     contrastive.main([*TINY, *arguments, f"--run.dir={folder}"])
     return folder
@@ -109,13 +102,9 @@ def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
     assert names and not any("head" in name for name in names)  # the projection stays behind
     for key in ("heldout/loss", "heldout/accuracy", "features/rank/depth_01", "knn/depth_02"):
         assert list(read_metrics(folder, key))[-2:] == [2, 4]
-    card = (folder / "encoder" / "README.md").read_text()
     assert "self-supervised" in title_and_tags(folder / "encoder")[1]
-    for words in ("SimCLR", "mean of the patch tokens"):
-        assert words in card
-    printed = capsys.readouterr().out
-    assert f"next: mpp fewshot --encoder {folder}\n" in printed
-    assert "verdict: held-out accuracy " in printed
+    assert "SimCLR" in (folder / "encoder" / "README.md").read_text()
+    assert "verdict: held-out accuracy " in capsys.readouterr().out
     flops_per_step = 1e15 * read_metrics(folder, "compute/pflop")[4] / 4
     per_image = (flops_per_step - newton_schulz(16, 2)) / 8
     assert per_image == expected_flops_per_image()

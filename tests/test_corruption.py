@@ -1,8 +1,8 @@
 """Corruption: the patches that are corrupted, and their embeddings."""
 
-import itertools
 import math
 import re
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from mpp.runtime.randomness import Stream, uniform
 
 @pytest.mark.parametrize(
     ("rate", "patches", "count"),
-    [(0.5, 196, 98), (0.5, 49, 25), (0.15, 196, 29), (0.35, 10, 4), (0.145, 100, 15)],
+    [(0.5, 196, 98), (0.5, 49, 25), (0.35, 10, 4), (0.145, 100, 15), (0.01, 64, 1), (0.99, 64, 63)],
 )
 def test_count_rounds_halves_up(rate, patches, count):
     assert corrupted_count(rate, patches) == count
@@ -54,42 +54,62 @@ def test_blocks_are_whole_squares_on_their_grid_and_all_are_hit_alike(grid, side
     assert abs(hits - share).max() < 5 * (share * (1 - share) / 1000) ** 0.5
 
 
-def blockwise_one_by_one(seed: int, grid: Grid, count: int) -> list[int]:
-    """BEiT's algorithm 1 on sets of patches, from the same numbers."""
+def areas_of_beit(number: float, left: int, count: int, patches: int) -> float:
+    """About the patches of a rectangle, of so many to corrupt, of which some are left."""
+    smallest = min(16, count)
+    return smallest + (number * (left - smallest) if left > smallest else 0)
+
+
+RECTANGLES = {  # area, height / width, and whether the last one begins at any corner
+    "blockwise": (areas_of_beit, lambda number: math.exp(math.log(0.3) + number * 2 * math.log(1 / 0.3)), False),
+    "multiblock": (
+        lambda number, left, count, patches: (0.15 + 0.05 * number) * patches,
+        lambda number: 0.75 * (1.5 / 0.75) ** number,
+        True,
+    ),
+}
+
+
+def rectangles_one_by_one(pattern: str, seed: int, grid: Grid, count: int) -> list[int]:
+    """BEiT's algorithm 1, and I-JEPA's targets, on sets of patches, from the same numbers."""
+    area, ratio, from_corner = RECTANGLES[pattern]
     rows, columns = grid
     numbers = iter(uniform(Stream.CORRUPTION, seed, 0, 0, 40_000).tolist())
     corrupted: set[int] = set()
     while len(corrupted) < count:
-        area_number, ratio_number, row_number, column_number = itertools.islice(numbers, 4)
-        smallest = min(16, count)
-        left = count - len(corrupted)
-        area = smallest
-        if left > smallest:
-            area += area_number * (left - smallest)
-        ratio = math.exp(math.log(0.3) + ratio_number * 2 * math.log(1 / 0.3))
-        height = min(rows, max(1, round(math.sqrt(area * ratio))))
-        width = min(columns, max(1, round(math.sqrt(area / ratio))))
+        area_number, ratio_number, row_number, column_number = islice(numbers, 4)
+        size = area(area_number, count - len(corrupted), count, rows * columns)
+        height = min(rows, max(1, round(math.sqrt(size * ratio(ratio_number)))))
+        width = min(columns, max(1, round(math.sqrt(size / ratio(ratio_number)))))
         top = int(row_number * (rows - height + 1))
         start = int(column_number * (columns - width + 1))
-        for row in range(top, top + height):
-            for column in range(start, start + width):
-                if len(corrupted) < count:
-                    corrupted.add(row * columns + column)
+        order = int(8 * next(numbers)) if from_corner else 0
+        axes = [range(top, top + height), range(start, start + width)]
+        axes = axes[::-1] if order // 4 else axes  # column by column
+        outer, inner = (axis[::-1] if order // bit % 2 else axis for axis, bit in zip(axes, (1, 2), strict=True))
+        for place in product(outer, inner):
+            row, column = place[::-1] if order // 4 else place
+            if len(corrupted) < count:
+                corrupted.add(row * columns + column)
     return sorted(corrupted)
 
 
+@pytest.mark.parametrize("pattern", RECTANGLES)
 @pytest.mark.parametrize(("grid", "rate", "count"), [((14, 14), 0.4, 78), ((4, 4), 0.4, 6), ((3, 12), 0.75, 27)])
-def test_rectangles_cover_exactly_k_patches(grid, rate, count):
-    config = CorruptionConfig(pattern="blockwise", rate=rate)
+def test_rectangles_cover_exactly_k_patches(pattern, grid, rate, count):
+    config = CorruptionConfig(pattern=pattern, rate=rate)
     for seed in range(100):
         positions = draw(config, grid, seed, 0, 0).positions.tolist()
         assert len(positions) == count
-        assert positions == blockwise_one_by_one(seed, grid, count)
+        assert positions == rectangles_one_by_one(pattern, seed, grid, count)
 
 
 @pytest.mark.parametrize("grid", [(8, 8), (3, 16)])
 def test_patterns_of_ijepa(grid):
-    """Exact K and U for every image, context and targets apart; all patches are reached, and all corners alike."""
+    """Exact K and U for every image, context and targets apart; all patches are reached, and all corners alike.
+
+    At least one patch is seen.
+    """
     config = CorruptionConfig(pattern="multiblock", rate=0.5, context=0.85)
     patches = math.prod(grid)
     seen = torch.zeros(2, patches)
@@ -100,6 +120,9 @@ def test_patterns_of_ijepa(grid):
         assert drawn.positions.diff().min() > 0 < drawn.hidden.diff().min()
         seen[0, drawn.positions] += 1
         seen[1, drawn.hidden] += 1
+    for context, shown in ((0.001, 1), (1.0, 32 if grid == (8, 8) else 24)):
+        (drawn,) = draws(CorruptionConfig(pattern="multiblock", rate=0.5, context=context), grid, 1)
+        assert patches - len(drawn.positions) - len(drawn.hidden) == shown
     predicted, hidden = (seen / 300).unflatten(1, grid)
     assert predicted.min() > 0 < hidden.max()
     for part in (predicted, hidden):
@@ -112,6 +135,7 @@ def test_patterns_of_ijepa(grid):
     [
         (dict(pattern="stripes"), r"corruption\.pattern is stripes; it must be one of random, blocks, blockwise"),
         (dict(pattern="blocks", block=3), r"corruption\.block is 3; it must be a divisor of the grid .*\(8 x 8\)"),
+        (dict(pattern="blocks", block=8), r"corruption\.block is 8; it must be a divisor of the grid .* and smaller"),
         (dict(pattern="blocks", block=4, rate=0.1), r"corruption\.rate is 0\.1; .*1 to 3 of 4 blocks"),
         (dict(pattern="random", rate=0.999), r"corruption\.rate is 0\.999; .* 1 to 63 of 64 patches"),
         (dict(pattern="blockwise", rate=0.001), r"corruption\.rate is 0\.001; .* of 64 patches"),
@@ -128,7 +152,7 @@ def test_a_pattern_that_cannot_be_is_named(settings, words):
         [1, 5, 5],  # drawn with replacement: a patch would count twice
         [-1, 3],
         [3, 64],
-        [],
+        np.zeros(0, int),
         np.arange(64),
         np.arange(64) < 32,  # a mask
         np.array([1.0, 5.0]),
@@ -185,7 +209,7 @@ def test_random_is_any_other_patch_and_never_itself():
     kinds, sources, positions = (torch.cat([each[part] for each in corruptions]) for part in (1, 2, 0))
     assert (kinds == Kind.RANDOM).all() and (sources != positions).all()
     counts = torch.bincount(sources[positions == 3], minlength=8)
-    assert counts[3] == 0
+    assert len(counts) == 8 and counts[3] == 0
     assert counts.sort().values[1] > 0.7 * counts.sum() / 7
 
 
@@ -197,8 +221,11 @@ def test_corrupt_against_a_loop():
     embeddings = torch.randn(3, 10, 4)
     mask_token = torch.randn(4)
     of_batch = draw_batch(CorruptionConfig(mask=0.4, random=0.4, keep=0.2), (2, 5))
+    hidden = torch.tensor([[min({*range(10)} - {*positions})] for positions in of_batch.positions.tolist()])
+    of_batch = of_batch._replace(hidden=hidden)
     expected = embeddings.clone()
     for image in range(3):
+        expected[image, hidden[image]] = mask_token
         for position, kind, source in zip(*(field[image] for field in of_batch[:3]), strict=True):
             if kind == Kind.MASK:
                 expected[image, position] = mask_token

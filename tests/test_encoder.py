@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from timm.data import IMAGENET_DEFAULT_MEAN
 
 import mpp
-from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
+from evaluation.frozen.encoder import FrozenEncoder
 from mpp.config import ModelConfig, resized_side
 from mpp.errors import UserError
 from mpp.models.descriptions import EncoderFacts, export_encoder, learned_labels
@@ -139,9 +139,6 @@ def test_names_of_classes_travel_with_an_encoder(tmp_path):
         assert by_timm.pretrained_cfg["label_names"] == names
     for other in (0, 3):  # another head knows other classes
         assert "label_names" not in mpp.load_encoder(tmp_path / "headed", num_classes=other).pretrained_cfg
-    zoo = mpp.load_encoder("zoo:ijepa_cifar10_finetuned")  # an older export, which has names without a head
-    export_encoder(zoo, tmp_path / "pretrained", *input_config)
-    assert "label_names" not in mpp.load_encoder(tmp_path / "pretrained").pretrained_cfg
 
 
 def test_transformers_knows_the_names_of_classes_and_gives_the_same_logits(tmp_path):
@@ -160,7 +157,6 @@ def test_transformers_knows_the_names_of_classes_and_gives_the_same_logits(tmp_p
         ("vit_base_patch16_224.augreg_in21k", True),
         ("vit_base_patch16_224.mae", False),
         ("vit_small_patch16_dinov3.lvd1689m", False),
-        ("hf-hub:timm/vit_small_patch14_dinov2.lvd142m", False),
         ("vit_base_patch16_siglip_224.webli", True),  # texts, and no head
         ("hf-hub:timm/vit_base_patch16_224.orig_in21k", True),  # labels, and no head
         ("eva02_tiny_patch14_224.mim_in22k", True),  # features of CLIP
@@ -229,9 +225,7 @@ def test_fixed_positions_stay_fixed_however_the_encoder_is_loaded(tmp_path):
     [
         ({"name": "vit_bose_patch16_224"}, ["model.name", "vit_bose_patch16_224", "vit_base_patch16_224"]),
         ({"name": "vit_tiny_patch16_224", "img_size": 100}, ["model.img_size", "100", "(16)"]),
-        ({"name": "vit_tiny_patch16_224", "heads": 5}, ["vit_tiny_patch16_224"]),
         ({"width": 18, "heads": 2, "position": "sincos_2d"}, ["model.position is sincos_2d", "(18)"]),
-        ({"init_from": "/nowhere/model.safetensors"}, ["model.init_from", "/nowhere/model.safetensors"]),
     ],
 )
 def test_what_cannot_be_built_is_named(settings, words):
@@ -259,7 +253,5 @@ def test_an_encoder_that_comes_with_mpp_is_known_by_its_name(exported, tmp_path,
     encoder = mpp.load_encoder("zoo:tiny")
     assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
     begun = build_encoder(ModelConfig(depth=2, init_from="zoo:tiny"))
-    random = load_frozen_encoder("zoo:tiny", random=True).model
-    for model, is_same in ((begun, True), (random, False)):
-        assert torch.equal(model.cls_token, weights["cls_token"].float()) == is_same
+    assert torch.equal(begun.cls_token, weights["cls_token"].float())
     assert fingerprint(Path("zoo:tiny")) == fingerprint(zoo / "tiny") != ""

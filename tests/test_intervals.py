@@ -134,6 +134,7 @@ def test_the_interval_over_draws_is_students_where_images_add_nothing():
     low, high = interval_over_draws([{"accuracy": value, "interval": [value, value]} for value in values])
     assert (low, high) == pytest.approx(stats.t.interval(0.95, 2, np.mean(values), stats.sem(values)), abs=1e-12)
     assert interval_over_draws([{"accuracy": 0.2, "interval": [0.1, 0.3]}]) == pytest.approx([0.1, 0.3])
+    assert interval_over_draws([{"accuracy": value, "interval": [value, value]} for value in (0, 1)]) == [0, 1]
 
 
 def test_cases_by_hand():

@@ -48,9 +48,8 @@ def test_a_run_learns_other_kinds(label, arguments, kind, tmp_path, capsys, page
     common = [*BASE, *SMALL, *arguments, f"--data.path={images}", f"--run.dir={folder}"]
     supervised.main([*common, "--run.report=true"])
     assert pages == [(folder, [folder / "supervised.json"])]
-    printed = capsys.readouterr().out
     score = KINDS[kind].score
-    assert KINDS[kind].headings[score] in printed and "24 test (21 labelled)" in printed
+    assert "24 test (21 labelled)" in capsys.readouterr().out
     first_loss = {"number": 1.0, "several": 2 * np.log(2)}[kind]  # of the mean, of even chances for two classes
     assert read_metrics(folder)[1] == pytest.approx(first_loss, rel=0.8 if kind == "number" else 1e-5)
     (result,) = read_json(folder / "supervised.json")["results"]
@@ -72,7 +71,7 @@ def test_a_run_learns_other_kinds(label, arguments, kind, tmp_path, capsys, page
 @pytest.mark.parametrize(("label", "arguments", "kind"), OF_KIND)
 def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, kind, tmp_path, capsys, pages):
     images = write_images(tmp_path / "images", label)
-    encoder = ("--encoder=vit_tiny_r_s16_p8_224", "--init=random", "--img_size=32", "--optim.warmup_steps=0")
+    encoder = ("--encoder=test_vit", "--init=random", "--img_size=32", "--optim.warmup_steps=0")
     common = (*BASE, *encoder, *arguments, f"--data.path={images}", f"--run.dir={tmp_path}", "--run.steps=2")
     finetune.main([*common, "--lrs=[0.01, 0.001]", "--run.checkpoint_every=2", "--run.report=true"])
     dev_runs = [(tmp_path / f"dev_lr_{lr}", []) for lr in (0.01, 0.001)]
@@ -84,12 +83,7 @@ def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, ki
     outcomes = load_outcomes(tmp_path / "finetune.json")
     assert outcomes.kind == kind
     assert result["accuracy"] == pytest.approx(score_of(outcomes))
-    printed = capsys.readouterr().out
-    assert KINDS[kind].headings[KINDS[kind].score] in printed
-    assert "random weights: not evaluated" not in printed  # it began from them
-    finetune.main([*common, "--lrs=[0.01, 0.001]", "--run.checkpoint_every=2", "--test=false"])
-    assert f"dev {KINDS[kind].score_title} |" in capsys.readouterr().out
-    assert read_json(tmp_path / "finetune.json")["labels"]["kind"] == kind
+    assert "random weights: not evaluated" not in capsys.readouterr().out  # it began from them
 
 
 def test_learners_lose_what_they_say():
@@ -106,5 +100,6 @@ def test_learners_lose_what_they_say():
     for loss, expected in (("l2", (5 / targets.std()) ** 2), ("l1", 5 / targets.std())):
         learner = learner_of("number", targets, 0, loss)
         assert float(learner.loss(predicted, torch.from_numpy(targets[:6]))) == pytest.approx(expected, rel=1e-3)
+    assert learner_of("number", np.full(3, 7.0), 0).std == 1  # all alike
     head = learner.complete(torch.nn.Identity())
     assert float(head(torch.zeros(1))) == pytest.approx(targets.mean(), rel=1e-6)

@@ -58,20 +58,6 @@ def test_a_teacher_adds_its_weights_but_no_gradients_and_no_moments():
 
 
 @pytest.mark.faults
-def test_weights_that_are_not_trained_have_no_gradients():
-    count = parameter_count() + HEAD_WEIGHTS
-    of_a_block = sum(parameter.numel() for parameter in build_encoder(MODEL).blocks[3].parameters())
-    trained = of_a_block + HEAD_WEIGHTS
-    part = memory.peak_memory(replace(CONFIG, model=replace(MODEL, train=r"blocks\.3")), 64, passes=2)
-    assert part["weights"] == pytest.approx(4 * count, rel=0.01)
-    assert part["gradients"] == pytest.approx(4 * trained, rel=0.01)
-    assert part["optimiser"] == pytest.approx(8 * trained, rel=0.01)
-    assert part["activations"] < activations_of(64)
-    narrow = memory.peak_memory(replace(CONFIG, model=replace(MODEL, lora_rank=2)), 64, passes=2)
-    assert narrow["gradients"] < 0.2 * part["weights"] < narrow["weights"]
-
-
-@pytest.mark.faults
 def test_activations_fall_with_checkpointing_and_in_bf16_and_grow_with_images_and_scores():
     fused = activations_of(64)
     assert activations_of(192) - activations_of(128) == pytest.approx(activations_of(128) - fused, rel=0.01)

@@ -1,8 +1,8 @@
 """Targets, losses and accuracies against arithmetic done by hand."""
 
-import re
 import textwrap
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,11 +16,12 @@ from torch import nn
 import mpp
 from mpp.config import Config, ModelConfig, ObjectiveConfig
 from mpp.errors import UserError
-from mpp.features.metrics import measure_predictions
 from mpp.objectives import OBJECTIVES, Objective, Palette, build_objective
 
 SETTINGS = {
     **{name: dict(name=name) for name in OBJECTIVES if name not in ("features", "hog")},
+    "mean_color, factorized": dict(name="mean_color", factorized=True),
+    "grid_color, factorized": dict(name="grid_color", factorized=True, grid=2, bits=2),
     "pixels, l1": dict(name="pixels", loss="l1"),
     "pixels, normalised": dict(name="pixels", normalize="patch"),
     "hog, cells": dict(name="hog", cell=2, loss="l1"),
@@ -65,12 +66,30 @@ def test_mean_color_by_hand(bits):
         assert targets_of(tested, pixels).flatten().tolist() == expected
 
 
-def test_every_class_has_a_color_that_is_its_own():
-    for bits in (1, 3):
-        classes = torch.arange(8**bits)
-        palette = Palette(3, bits, factorized=False)
-        colors = palette.colors(classes[:, None]).long()
-        assert torch.equal(palette.classes_of(colors[..., None, None])[:, 0], classes)
+@pytest.mark.parametrize(("bits", "factorized"), [(1, False), (3, False), (2, True)])
+def test_every_class_has_a_color_that_is_its_own_the_middle_of_its_bin(bits, factorized):
+    palette = Palette(3, bits, factorized)
+    assert (palette.softmaxes, palette.classes) == ((3, 2**bits) if factorized else (1, 8**bits))
+    classes = torch.arange(palette.classes)[:, None].expand(-1, palette.softmaxes)
+    colors = palette.colors(classes)
+    assert torch.equal(palette.classes_of(colors[..., None, None]), classes)
+    middles = [255 * (2 * level + 1) // 2 ** (bits + 1) for level in range(2**bits)]
+    assert colors.tolist() == (
+        [[each] * 3 for each in middles] if factorized else [*map(list, product(middles, repeat=3))]
+    )
+
+
+def test_occurrences_of_classes_are_counted_by_softmax():
+    """Of two patches with a cell, and one with two."""
+    for classes in ([[0, 1, 1], [1, 1, 0]], [[0, 1, 1, 1, 1, 0]]):
+        assert Palette(3, 1, factorized=True).count(torch.tensor(classes)).tolist() == [[1, 1], [0, 2], [1, 1]]
+
+
+def test_colours_have_at_most_4096_classes():
+    assert objective("mean_color", bits=4).outputs == 4096
+    assert [objective("pixels", bits=bits).palette.factorized for bits in (4, 5)] == [False, True]
+    with pytest.raises(UserError, match=r"objective\.bits is 5; .*at most 4,096 colours"):
+        objective("mean_color", bits=5)
 
 
 def test_grid_color_by_hand():
@@ -127,7 +146,7 @@ def test_perfect_predictions_are_decided_right_lose_least_and_are_painted_with_t
     targets = targets_of(tested, patches)
     perfect = targets.flatten(2)
     if targets.dtype == torch.int64:  # classes
-        perfect = 100.0 * F.one_hot(targets, 512).float().flatten(2)
+        perfect = 100.0 * F.one_hot(targets, tested.classes).float().flatten(2)
     elif targets.dtype == torch.uint8:  # pixels
         perfect = perfect / 127.5 - 1
     assert perfect.shape == (2, 3, tested.outputs)
@@ -137,25 +156,12 @@ def test_perfect_predictions_are_decided_right_lose_least_and_are_painted_with_t
     assert painted.shape == (2, 3, 3, 4, 4)
     assert painted.dtype == torch.uint8
     assert torch.equal(painted, patches) == ("pixels" in name)  # put back, if they were normalised
+    if name == "pixels":
+        assert [tested.decide(perfect * 0 + value).unique().tolist() for value in (-3, 0, 3)] == [[0], [128], [255]]
+    if "hog" in name:
+        assert (painted == 128).all() and tested.entropy(perfect) is None
     if tested.palette is not None:
         assert torch.equal(tested.colour_classes(targets_of(tested, painted)), tested.colour_classes(targets))
-
-
-def test_the_readmes_example_of_another_objective_works(monkeypatch):
-    readme = (ROOT / "mpp" / "README.md").read_text()
-    (example,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "Brightness" in block)
-    monkeypatch.setitem(OBJECTIVES, "brightness", None)  # the example registers its own
-    exec(example, {"__name__": "brightness"})
-    tested = objective("brightness")
-    values = torch.tensor([0, 15, 16, 128, 255], dtype=torch.uint8)
-    patches = values.view(1, 5, 1, 1, 1).repeat(1, 1, 3, 4, 4)
-    targets = targets_of(tested, patches)
-    assert targets.tolist() == [[0, 0, 1, 8, 15]]
-    predictions = torch.zeros(1, 5, tested.outputs)
-    assert tested.loss(predictions, targets).item() == pytest.approx(np.log(16))
-    assert tested.palette is None and "grey" in tested.shown
-    assert not measure_predictions(tested, predictions, patches, None)
-    assert torch.equal(tested.paint(targets, patches), torch.full_like(patches, 128))
 
 
 def test_the_pages_example_of_the_loss_in_a_loop_of_ones_own_works():
@@ -194,4 +200,5 @@ def test_entropy_is_in_bits():
     logits = torch.zeros(1, 2, 512)
     logits[0, 1, 7] = 1e4
     assert objective("mean_color").entropy(logits).flatten().tolist() == pytest.approx([9, 0])
-    assert float(objective("mean_color", factorized=True, bits=2).entropy(torch.zeros(1, 1, 12))) == pytest.approx(6)
+    factorized = objective("mean_color", factorized=True, bits=2)
+    assert float(factorized.entropy(torch.zeros(1, 1, factorized.outputs))) == pytest.approx(6)

@@ -61,6 +61,16 @@ def test_muon_is_for_the_blocks_matrices_and_they_decay_and_filters(name, more, 
     assert names_where(lambda group: group["weight_decay"] == 0) == (ALL_ELSE | more) - fewer
 
 
+def test_sgd_has_momentum_by_hand():
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    optimizer = build_optimizer(layer, OptimConfig(name="sgd", lr=0.1, momentum=0.8, weight_decay=0.0))
+    for expected in (-0.1, -0.28, -0.524):  # each step is 0.8 of the one before, and the gradient
+        layer.weight.grad = torch.ones(1, 1)
+        optimizer.step()
+        assert layer.weight.item() == pytest.approx(expected)
+
+
 def test_muon_needs_blocks():
     with pytest.raises(ValueError, match=r"optim\.name is muon, .* must be adam"):
         build_optimizer(timm.create_model("test_resnet"), OptimConfig(name="muon"))

@@ -128,7 +128,6 @@ def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, cap
     (images / "sub" / "square.png").write_bytes(b"no image")
     write_masked(images, named)
     rows = predict_to(tmp_path / "p.csv", head, images)
-    said = capsys.readouterr()
     true, predicted = [], []
     for name in ("wide, ü.png", "tall.png"):
         counts = named[name][1] != 255
@@ -139,14 +138,10 @@ def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, cap
     figures = json.loads((tmp_path / "p.csv.json").read_text())["figures"]["all"]
     assert figures["accuracy"] == pytest.approx(ious.mean()) and figures["images"] == 2
     assert figures["figures"]["pixel_accuracy"][0] == pytest.approx((true == predicted).mean())
-    low, high = figures["interval"]
-    assert f"{100 * ious.mean():.1f} ({100 * low:.1f} to {100 * high:.1f})" in said.out
     by_class = {row["class"]: row for row in read_csv(tmp_path / "p.all.classes.csv")}
     assert list(by_class) == ["background", "bird", "other classes"] and by_class["other classes"]["IoU (%)"] == "0.0"
     assert by_class["bird"]["IoU (%)"] == f"{100 * ious[1]:.1f}"
-    assert (
-        "1 mask of all left out, the first of" in said.err and "its mask has 9 x 9 pixels, and the image 64" in said.err
-    )
+    assert "its mask has 9 x 9 pixels, and the image 64" in capsys.readouterr().err
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -188,7 +183,6 @@ def test_a_broken_image_has_no_mask_and_a_long_one_has(head, images, tmp_path, c
     assert Image.open(tmp_path / rows["long.png"]["mask"]).size == (100, 4)
     assert "1 image cannot be decoded" in capsys.readouterr().err
     assert len(list((tmp_path / "p_masks").rglob("*.png"))) == 4 and not (tmp_path / "p_overlays").exists()
-    assert "overlay" not in rows["tall.png"]
 
 
 def test_masks_are_not_written_among_the_images(head, images, monkeypatch):

@@ -8,10 +8,10 @@ import torch
 from model_inputs import HALVES, draw_batch, random_images, randomize
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpp.config import CorruptionConfig, ModelConfig
+from mpp.config import CorruptionConfig, ModelConfig, NetworkConfig
 from mpp.corruption import Kind, corrupt
 from mpp.models.encoder import build_encoder
-from mpp.models.networks import MaskedPatchPredictor
+from mpp.models.networks import MaskedPatchPredictor, build_network
 from mpp.models.plain import block_at, runs_at_few, set_attention
 from mpp.models.variants import RELATIVE
 from mpp.runtime.messages import tell
@@ -137,18 +137,21 @@ def test_input_is_normalised_and_corruption_acts_on_embeddings_before_positions(
     assert set(kinds[0].tolist()) == set(Kind)
 
 
-def test_activation_checkpointing_computes_the_same_again():
+@pytest.mark.parametrize("network", [NetworkConfig(), NetworkConfig(name="autoencoder", decoder_depth=2)])
+def test_activation_checkpointing_computes_the_same_again(network):
+    """Of the decoder, too."""
     images, corruption = images_and_corruption()
     results = []
     for times in (1, 2):
         torch.manual_seed(2)
         numbers = dict(width=16, depth=2, heads=2, img_size=32, patch_size=8, dropout=0.3)
         encoder = build_encoder(ModelConfig(**numbers, activation_checkpointing=times == 2))
-        model = MaskedPatchPredictor(encoder, 8, *HALVES).train()
-        calls = []
-        encoder.blocks[0].attn.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        model = build_network(network, encoder, 8, *HALVES).train()
+        parts, calls = [encoder, *([model.decoder] if network.decoder_depth else [])], []
+        for part in parts:
+            part.blocks[0].attn.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         torch.manual_seed(3)
         model(images, corruption).square().mean().backward()
         results.append([parameter.grad for parameter in model.parameters()])
-        assert len(calls) == times
+        assert len(calls) == times * len(parts)
     assert all(map(torch.equal, *results)) and all(each.any() for each in results[0])

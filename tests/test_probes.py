@@ -92,6 +92,7 @@ def test_features_are_timms_own(vit):
         ("resnet18", 64, "mean", [512]),
         ("swin_tiny_patch4_window7_224", None, "mean", [768]),
         ("crossvit_9_240", None, "mean", [128 + 256]),
+        ("twins_svt_small", 64, "mean", [512]),
     ],
 )
 def test_other_models_of_timm_have_features_of_their_stages_or_their_output_alone(
@@ -106,34 +107,21 @@ def test_other_models_of_timm_have_features_of_their_stages_or_their_output_alon
             frozen(random_images(1, side=frozen.img_size[0]), representation, [2])
 
 
-def test_a_class_token_that_is_not_there_is_named():
-    with pytest.raises(UserError, match=r"no \[class\] token; use mean"):
-        load_frozen_encoder("resnet18", img_size=64, random=True)(random_images(1, side=64), "class", [1])
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_a_damaged_encoder_is_named(vit, tmp_path, file):
-    shutil.copytree(vit[1], tmp_path / "encoder")
-    damaged = tmp_path / "encoder" / file
-    damaged.write_bytes(damaged.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"encoder is .* which cannot be (loaded|read)") as error:
+def test_a_damaged_config_of_an_encoder_is_named(vit, tmp_path):
+    config = shutil.copytree(vit[1], tmp_path / "encoder") / "config.json"
+    config.write_bytes(config.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"encoder is .* which cannot be (loaded|read)"):
         load_frozen_encoder(str(tmp_path / "encoder"))
-    assert "\n" not in str(error.value)
 
 
-def test_random_weights_are_random_by_their_seed_whatever_weights_there_are(vit, tmp_path):
-    weights = tmp_path / "w.safetensors"
-    save_file({"nothing": torch.zeros(1)}, weights)
-
-    def first_weights(encoder=str(vit[1]), **options):
-        return next(load_frozen_encoder(encoder, **options).model.parameters())
+def test_random_weights_are_random_by_their_seed_whatever_weights_there_are(vit):
+    def first_weights(**options):
+        return next(load_frozen_encoder(str(vit[1]), **options).model.parameters())
 
     random = first_weights(random=True, seed=2)
     assert torch.equal(first_weights(random=True, seed=2), random)
     assert not torch.equal(first_weights(random=True, seed=1), random)
     assert not torch.equal(first_weights(), random)
-    of_timm = dict(encoder="vit_tiny_patch16_224", img_size=32, random=True)
-    assert torch.equal(first_weights(**of_timm, checkpoint=str(weights)), first_weights(**of_timm))
 
 
 def test_a_local_checkpoint_goes_with_a_name(tmp_path):
@@ -178,7 +166,6 @@ def test_an_encoder_of_the_hub_is_downloaded(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"checkpoint": "weights.bin"}, r"checkpoint is .*weights\.bin.*it must be a \.safetensors file"),
         ({"checkpoint": "no.safetensors"}, r"checkpoint is .*no\.safetensors.*cannot be read"),
         ({"encoder": "vit_base_patch16_2244"}, "encoder is vit_base_patch16_2244; it must be"),
         ({"encoder": "floor:size"}, "must be floor:pixels or floor:colors"),
@@ -251,17 +238,13 @@ def test_each_report_has_a_name_of_its_settings(vit):
         return report_path_of_command(parse(FewshotConfig, [f"--encoder={vit[1].parent}", *words]), "fewshot").stem
 
     assert stem_of() == "fewshot"
-    assert stem_of("--random=true") == "fewshot_random_0"
     assert stem_of("--random=true", "--seed=3", "--img_size=16") == "fewshot_random_3_img_size_16"
-    assert stem_of("--representation=class", "--depth=1") == "fewshot_representation_class_depth_1"
     assert stem_of("--data.train_images=200", "--shots=[1,5]") == "fewshot_train_images_200_shots_1-5"
     assert stem_of("--checkpoint=dino/model.safetensors") == "fewshot_checkpoint_dino-model.safetensors"
     assert stem_of("--data.path=my images").startswith("fewshot_path_")
 
 
-@pytest.mark.parametrize(
-    "word", ["--depth=last", "--representation=class", "--data.eval_crop=1", "--encoder=runs/other"]
-)
+@pytest.mark.parametrize("word", ["--depth=last", "--data.eval_crop=1"])
 def test_features_are_already_of_some_encoder(tmp_path, word):
     save_features(tmp_path / "f.npz", features())
     with pytest.raises(UserError, match=f"{word[2:].split('=')[0]} is .* left out: saved features need no encoder"):
@@ -346,64 +329,44 @@ def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monke
     assert (nearest.similarity.numpy() == np.take_along_axis(similarity, expected, 1)).all()
 
 
-class Allocations(TorchDispatchMode):
-    """Number of entries of each tensor that torch allocates: views and changes in place allocate none."""
+class Largest(TorchDispatchMode):
+    """The number of entries of the largest tensor."""
 
-    def __init__(self):
-        super().__init__()
-        self.entries: list[int] = []
+    entries = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        known = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if torch.is_tensor(tensor)}
-        for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in known:
-                self.entries.append(tensor.untyped_storage().nbytes() // tensor.element_size())
+        tensors = [each for each in tree_leaves(result) if torch.is_tensor(each)]
+        sizes = [each.untyped_storage().nbytes() // each.element_size() for each in tensors]
+        self.entries = max([self.entries, *sizes])
         return result
 
 
 def test_knn_compares_few_test_images_at_a_time_with_many_training_images(monkeypatch):
     """No tensor is larger than that of their similarities."""
     monkeypatch.setattr("mpp.features.neighbours.SIMILARITIES_PER_BLOCK", 63 * 5000)
-    train = torch.randn(5000, 8, dtype=torch.half)
     labels = torch.arange(5000) % 3
-    test = torch.randn(300, 8)
-    with Allocations() as allocations:
-        knn_predict(train, labels, test, [5], 0.07)
-    assert max(allocations.entries) == 64 * 5000
+    with Largest() as largest:
+        knn_predict(torch.randn(5000, 8, dtype=torch.half), labels, torch.randn(300, 8), [5], 0.07)
+    assert largest.entries == 64 * 5000
 
 
-@pytest.mark.faults
-def test_a_linear_probe_copies_the_training_features_once(monkeypatch):
-    """Once for the dev split and all penalties, once for the test; logits of all images there never are."""
-    monkeypatch.setattr(linear, "LOGITS_PER_BLOCK", 30_000, raising=False)
-    data = features(classes=100, per_class=400, width=4)  # 40,000 images: their logits are 4 million
-    with Allocations() as allocations:
-        linear.evaluate(data, LinearConfig(l2=(1e-3, 1e-2, 1e-1), iterations=2))
-    assert sorted(n for n in allocations.entries if n > 30_000 * 2.5) == [4 * 36_000, 4 * 40_000]
-
-
-def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
-    data = features(seed=4)
-    standardised = torch.from_numpy((data.train - data.train.mean(0)) / data.train.std(0))
-    labels = torch.from_numpy(data.train_labels)
-    how = learner_of("class", labels.numpy(), 7), LinearConfig(iterations=5), 0.01
-    whole = fit(standardised, labels, *how)
-    monkeypatch.setattr(linear, "LOGITS_PER_BLOCK", 7 * 13)
-    blocks = fit(standardised, labels, *how)
-    torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
-
-
-def test_lbfgs_equals_scikit_learns_logistic_regression():
+def test_lbfgs_equals_scikit_learns_logistic_regression_in_blocks_of_logits_too(monkeypatch):
     data = features(seed=2)
     standardised = (data.train - data.train.mean(0)) / data.train.std(0)
     inputs, labels = torch.from_numpy(standardised), torch.from_numpy(data.train_labels)
-    classifier = fit(inputs, labels, learner_of("class", data.train_labels, 7), LinearConfig(), 0.01)
-    of_ours = classifier(inputs).log_softmax(1).detach().numpy()
+    how = learner_of("class", data.train_labels, 7), LinearConfig(), 0.01
+    whole = fit(inputs, labels, *how)
     regression = LogisticRegression(C=1 / (0.01 * len(inputs)), max_iter=2000, tol=1e-8)
     regression.fit(standardised.astype(float), data.train_labels)
-    np.testing.assert_allclose(of_ours, regression.predict_log_proba(standardised), atol=2e-2)
+    log_shares = whole(inputs).log_softmax(1).detach().numpy()
+    np.testing.assert_allclose(log_shares, regression.predict_log_proba(standardised), atol=2e-2)
+    few = how[0], LinearConfig(iterations=5), 0.01
+    whole = fit(inputs, labels, *few)
+    monkeypatch.setattr(linear, "LOGITS_PER_BLOCK", 7 * 13)
+    blocks = fit(inputs, labels, *few)
+    torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
 
 
 def test_linear_probe_chooses_on_dev_and_finds_what_is_separable():
@@ -422,8 +385,6 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable():
 def test_baselines_stand_in_an_encoders_table_and_are_what_their_own_commands_find(trained, capsys):
     """Features of random weights, of the same decoded images; the pixels are of the encoder's crops."""
     words = [f"--encoder={trained}", *FAST, "--neighbours=5"]
-    knn.main([*words, "--baselines=false"])
-    assert "random weights: not evaluated (--random true); " in capsys.readouterr().out
     knn.main([*words, "--random=true", "--baselines=false"])
     of_random = scores_in_table(capsys.readouterr().out)[f"{trained}, random weights"]
     knn.main(words)
@@ -432,12 +393,9 @@ def test_baselines_stand_in_an_encoders_table_and_are_what_their_own_commands_fi
     names = [str(trained), "random weights", "pixels", "largest class", "chance (1 of 9 classes)"]
     assert [*table] == names and table["random weights"] == of_random
     assert table["largest class"] == ["-", "28.0"] and table["chance (1 of 9 classes)"] == ["-", "11.1"]
-    assert "not evaluated" not in printed and "songbird " not in printed
-    assert "test images, 95% intervals over these" in printed
+    assert "not evaluated" not in printed
     report = read_json(next((trained / "evaluation").glob("knn_[!r]*.json")))
-    assert set(report) == {"results", "summary", "protocol", "class_names", "labels", "baselines"}
-    (result,) = report["results"]
-    assert report["labels"]["class_names"][0] == "fowl" and set(result["figures"]) == {"class_mean", "macro_f1"}
+    assert report["labels"]["class_names"][0] == "fowl"
     files = {path.name.partition(".")[2] for path in (trained / "evaluation").glob("knn_[!r]*.*")}
     assert {"json", "outcomes.npz", "classes.csv", "confusion.png"} <= files
 

@@ -2,11 +2,9 @@
 
 import json
 import re
-from functools import lru_cache
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from comparisons import cases_in
 from conftest import ROOT
@@ -28,10 +26,6 @@ from evaluation.registry import EVALUATIONS
 from evaluation.sweep import plan_sweep
 from mpp.config import Config, flatten
 from mpp.config.parsing import parse
-from mpp.corruption import draw, stack
-from mpp.models.networks import build_model
-from mpp.models.plain import cell_grid
-from mpp.training.flops import executed_flops
 
 CONFIGS = sorted(file for file in (ROOT / "configs").rglob("*.yaml") if file.parent.name != "accelerate")
 CONFIG_CLASSES = {
@@ -52,7 +46,6 @@ PAGES = {
     "race": ["race_cifar10"],
     "other_images": ["race_solar", "race_birds", "race_speech"],
 }
-METHODS = ("simmim", "mae", "maskfeat", "data2vec", "ijepa")
 SYNONYMS = {"trivial": "floor", "masked": "pre", "the": "supervised"}
 ACCURACY = re.compile(r"(?<![\d.,])\d\d\.\d(?!\d)(?: ± \d+\.\d)?")
 TABLE = re.compile(r"^\|(.*)\|\n\|-.*\n((?:\|.*\n)+)", re.MULTILINE)
@@ -159,16 +152,6 @@ def test_a_page_says_what_was_measured(page, comparisons):
             assert of_an_encoder or are_of_a_method(cells, headings.split("|")[1:], published, methods), row
 
 
-def test_the_first_table_of_growing_runs_says_what_was_measured():
-    """The page's other tables are of the birds and of a sweep."""
-    published = published_accuracies("growth_cifar10")
-    _, rows = TABLE.findall((RESULTS / "growing.md").read_text())[0]
-    for row in rows.splitlines():
-        first, *cells = (cell.strip() for cell in re.sub(r"\(.*?\)", "", row).strip("|").split("|"))
-        measured = published[first.replace("trivial baseline", "floor")]
-        assert cells == [accuracy.removesuffix(" ± 0.0") for accuracy in measured.values()]
-
-
 def test_the_leaderboard_says_which_differences_are_told_apart():
     config = parse(CompareConfig, ["--config", str(ROOT / "configs/compare/leaderboard_cifar10.yaml")])
     (question,) = (each for each in read_entries(config).questions if each.name == "methods")
@@ -252,48 +235,3 @@ def test_the_answer_in_words_says_what_was_measured(page):
     shown = ACCURACY.findall(answer.replace("\n", " "))
     measured = {accuracy for of_encoder in published_accuracies("cifar10").values() for accuracy in of_encoder.values()}
     assert len(shown) >= 3 and set(shown) <= measured
-
-
-def test_the_catalogue_of_methods_has_the_leaderboards_scores():
-    board, catalogue = (
-        page.read_text().replace("**", "") for page in (RESULTS / "leaderboard.md", ROOT / "mpp/methods.md")
-    )
-    ((_, rows),) = (table for table in TABLE.findall(board) if "fine-tuned" in table[0] and "rank" in table[0])
-    expected = {}
-    for row in rows.splitlines():
-        scores = ACCURACY.findall(row)
-        if len(scores) == 5:  # fine-tuned, few-shot 5 and 25, kNN, linear
-            expected[method_of(row.split("|")[1])] = [scores[2], scores[4], scores[0]]
-    ((_, rows),) = (table for table in TABLE.findall(catalogue) if "few-shot 25" in table[0])
-    shown = {}
-    for row in rows.splitlines():
-        _, first, overlay, *_ = row.split("|")
-        named = first if overlay.strip() == "-" else overlay.replace("rivals/", "")
-        if ACCURACY.findall(row):
-            shown[method_of(named)] = ACCURACY.findall(row)
-    assert len(shown) == 10 and all(expected[name] == scores for name, scores in shown.items())
-
-
-@pytest.mark.parametrize("overlay", ["grid_color", "pixels", *map("rivals/{}".format, METHODS)])
-def test_the_catalogue_of_methods_has_the_costs_of_the_leaderboards_encoder(overlay):
-    page = (ROOT / "mpp/methods.md").read_text()
-    (row,) = (line for line in page.splitlines() if f"| `{overlay}` |" in line)
-    cost = float(row.split("|")[4])
-    assert cost == round(operations_of_an_image(overlay) / operations_of_an_image(), 2)
-
-
-@lru_cache
-def operations_of_an_image(*overlays):
-    """Operations of a forward and backward pass over one image of CIFAR-10."""
-    names = [word for name in ("cifar10", *overlays) for word in ("--config", name)]
-    config = parse(Config, [*names, "--model.width=128", "--model.depth=6", "--model.heads=2"])
-    network, _ = build_model(config)
-    grid, _ = cell_grid(network.encoder)
-    corruption = stack([draw(config.corruption, grid, seed=0, epoch=0, index=0)])
-    return executed_flops(network, torch.zeros(1, 3, 32, 32, dtype=torch.uint8), corruption)
-
-
-def method_of(cell):
-    """A method's name, as both pages have it: the first word, in small letters."""
-    name = re.search(r"\w[\w-]*", cell)[0].lower().replace("-", "")
-    return {"masked": "mean_color", "simclr_cifar10": "simclr"}.get(name, name)

@@ -14,7 +14,7 @@ from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
 from sklearn.neighbors import KNeighborsClassifier
 from test_intervals import measure
 
-from evaluation import compare, segmentation
+from evaluation import segmentation
 from evaluation.config import MaskedDataConfig, SegmentationConfig
 from evaluation.frozen.features import LabelledFeatures
 from evaluation.metrics.scoring import KINDS, Outcomes, score_of
@@ -296,10 +296,8 @@ def test_masks_of_any_lossless_file(data, expected):
     ("data", "message"),
     [
         pytest.param(encoded(in_rgb(MASK)), "mask: ", id="colours"),
-        pytest.param(encoded(MASK, "JPEG"), "mask: ", id="JPEG"),
         pytest.param(tiff(np.kron(MASK, np.ones((4, 4), np.uint8)), compression="jpeg"), "mask: ", id="JPEG in a TIFF"),
         pytest.param(npy(MASK / 2), "mask: ", id="npy of fractions"),
-        pytest.param(None, "mask: ", id="nothing"),
         pytest.param(encoded(MASK.astype(np.uint16) * 30000), "mask has the number 60000", id="large numbers"),
     ],
 )
@@ -328,7 +326,6 @@ def test_pixels_that_do_not_count_have_any_number(ignored):
     [
         pytest.param({}, (42, 34), id="all"),
         pytest.param({"eval_split": None, "eval_fraction": 0.3}, (28, 14), id="a cut"),
-        pytest.param({"train_images": 5}, (5, 34), id="few"),
     ],
 )
 def test_the_birds_outlines_are_of_their_images_and_follow_the_settings(settings, counts):
@@ -393,40 +390,10 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     assert set(baselines) == {"random weights", "colour and position"}
     color_score = baselines["colour and position"]["summary"]["linear"]["mean"]
     assert color_score > report["labels"]["baselines"]["most frequent class"] + 0.1
-    for name in ("report.png", "report.confusion.png"):
-        assert out.with_name(name).is_file()
-    printed = capsys.readouterr().out
-    assert "8 images with masks to learn from, 8 to evaluate on" in printed
-    assert "\n| colour and position " in printed and "weed" not in printed
+    assert out.with_name("report.png").is_file()
+    assert "\n| colour and position " in capsys.readouterr().out
     assert report["labels"]["class_names"][-1] == "weed"
     assert "weed," in out.with_name("report.classes.csv").read_text()
-
-
-def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
-    (tmp_path / "compare.yaml").write_text(
-        f"""
-        dir: {tmp_path / "compared"}
-        encoders: [{{name: mine, encoder: {trained}}}, {{name: colours, encoder: "floor:pixels"}}]
-        evaluations:
-        - name: mIoU
-          command: segmentation
-          options: {{baselines: false, depth: dev, steps: 3, lr: 0.01, seeds: 0, precision: fp32}}
-        datasets:
-        - name: blocks
-          options:
-            data.path: {masked_parquet(tmp_path / "set")}
-            data.mask_column: classes
-            data.image_column: image
-            data.workers: 0
-        questions: [{{name: all}}, {{name: depth, plot: depth}}]
-        """
-    )
-    compare.main([f"--config={tmp_path / 'compare.yaml'}"])
-    results = json.loads((tmp_path / "compared" / "results.json").read_text())
-    assert set(results["summary"]["all"]["mine"]) == {"mIoU linear", "mIoU knn"}
-    on_dev = [row for row in results["results"] if row["kind"] == "dev" and row["encoder"] == "mine"]
-    assert {row["depth"] for row in on_dev} == {1, 2}
-    assert (tmp_path / "compared" / "depth.png").is_file()
 
 
 @pytest.mark.parametrize(
@@ -437,13 +404,7 @@ def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
             r"data\.mask_column is mask; it must be a column of train, which has image, classes; .* mask_file_name",
             id="no such column",
         ),
-        pytest.param(
-            ["--encoder=resnet10t", "--random=true"],
-            "ResNet has no sequence of patches",
-            id="no patches",
-        ),
         pytest.param(["--depth=3"], "depth is 3; it must be from 1 to 2, last, all or dev", id="no such depth"),
-        pytest.param(["--encoder=floor:pixels"], "a colour baseline has no weights", id="no encoder"),
     ],
 )
 def test_settings_without_patches_or_masks_are_refused(words, message, finished_run, tmp_path):

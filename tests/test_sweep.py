@@ -15,7 +15,6 @@ from comparisons import FAST, TINY_TRAINING, noted, write_cats_and_dogs
 from conftest import encoded, picture, read_metrics, wait_until
 from server import Command
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_compare import hurry
 from test_comparison_tables import ROW
 
 from evaluation import compare, sweep
@@ -97,7 +96,7 @@ def trained(monkeypatch):
 # --- trials ---
 
 
-def test_the_grid_and_the_points_are_trials_each_once(small):
+def test_the_grid_and_the_points_are_trials_each_once(small, capsys):
     small.config["vary"] = {LR: ["1e-2", 0.01, 2.0e-2], BATCH: [8, 16]}
     small.config["points"] = [{LR: 0.04}, {"optim": {"lr": 0.01}, BATCH: 8, "run.seed": 5}, {LR: 0.010, BATCH: 16}]
     plan = small.plan()
@@ -105,36 +104,26 @@ def test_the_grid_and_the_points_are_trials_each_once(small):
     seeds = {tuple(values.values()): entries[name].seeds for name, values in plan.trials.items()}
     once = (0,)
     assert seeds == {(0.01, 8): (0, 5), (0.01, 16): once, (0.02, 8): once, (0.02, 16): once, (0.04, 8): once}
-    assert len(plan.cases) == 6 and len({case_digest(case) for case in plan.cases}) == 6
+    assert len(plan.cases) == len({case_digest(case) for case in plan.cases}) == 6
     assert next(iter(plan.trials)) == f"{LR}=0.01 {BATCH}=8"
-
-
-def test_settings_that_change_no_result_are_no_further_trial_and_this_is_said(small, capsys):
-    """data.batch_size is the number of images of a forward pass."""
-    small.config["vary"] = {"data.batch_size": [4, 8]}
+    small.config |= {"vary": {"data.batch_size": [4, 8]}, "points": []}  # images of a forward pass change no result
     (trial,) = small.plan().trials.values()
     assert trial == {"data.batch_size": 4}
-    alike = "note: data.batch_size=8 and data.batch_size=4 are one trial: "
-    assert alike in capsys.readouterr().out
+    assert "note: data.batch_size=8 and data.batch_size=4 are one trial: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"settings": {"optim.lrr": 1}}, "unknown setting optim.lrr .did you mean optim.lr"),
         ({"vary": {"optim.lrr": [1]}}, "unknown setting optim.lrr .did you mean optim.lr"),
-        ({"points": [{"modle.width": 1}]}, "unknown setting modle.width .did you mean model.width"),
         ({"vary": {LR: [0.01, -1]}}, "optim.lr is -1; it must be a number"),
         ({"vary": {}}, "vary is empty"),
         ({"vary": {LR: []}}, r"vary: optim.lr is \[\]; it must be a list"),
         ({"vary": {"run.seed": [1, 2]}}, "vary: run.seed is .* left out: another key decides it"),
         ({"settings": {"run.dir": "a"}}, "settings: run.dir is a; it must be left out"),
-        ({"evaluate": {"command": "magic"}}, "evaluate: command is magic; it must be fewshot or knn"),
-        ({"evaluate": {"command": "knn", "options": {"neighbour": 3}}}, "unknown setting neighbour .did you mean"),
         ({"evaluate": {"command": "masked"}}, "evaluate: command is masked; it must be one with a setting `test`"),
         ({"settings": {"run.keep_best": True}}, "run.keep_best is true; it must be false or left out"),
         ({"train": "supervised"}, "settings: data.eval_split is auto; it must be null with train supervised"),
-        ({"points": [{SPLIT: "test"}]}, "points: data.eval_split is test; it must be left out"),
         (
             {"settings": {SPLIT: None}, "evaluate": {"command": "knn", "options": {SPLIT: "test"}}},
             "data.eval_split is test; it must be left out",
@@ -170,7 +159,7 @@ def test_no_output_has_a_figure_of_test_images_and_a_diverging_trial_is_last(sma
     rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| optim.lr=")]
     assert sorted(rows[:2]) == ["optim.lr=0.01", "optim.lr=0.02"] and rows[2] == "optim.lr=1e+30" and "diverged" in text
     printed = capsys.readouterr()
-    assert "broken" not in printed.out + printed.err and "test accuracy" not in printed.out
+    assert "broken" not in printed.out + printed.err
     assert not list(small.out.rglob("unreadable.txt"))
     for file in small.out.rglob("metrics.jsonl"):
         keys = {key for line in file.read_text().splitlines() for key in json.loads(line)}
@@ -182,8 +171,6 @@ def test_no_output_has_a_figure_of_test_images_and_a_diverging_trial_is_last(sma
     assert len(reports) == 6 and not any(report["protocol"]["test"] for report in reports)
     results = json.loads((small.out / "results.json").read_text())
     assert {row["kind"] for row in results["results"]} == {"validation", "diverged"}
-    assert (small.out / "sweep.png").stat().st_size > 1000
-    assert all("Held-out" not in card.read_text() for card in small.out.rglob("README.md"))
 
 
 @pytest.mark.faults
@@ -204,6 +191,10 @@ def test_a_dev_split_that_is_cut_may_be_evaluated_while_training_and_by_masked_p
 def without_last_column(text: str) -> str:
     """A text without the last column of its tables: the time that trainings took, which differs each time."""
     return re.sub(r"\|[^|\n]*\|$", "|", text, flags=re.MULTILINE)
+
+
+def hurry() -> None:
+    compare.RETRY_S = 0.2
 
 
 def hurry_and_die() -> None:
@@ -327,15 +318,10 @@ def test_a_trial_without_a_score_is_last_and_no_evaluation_but_the_first_chooses
     assert advice(plan, frame)[0].startswith("The best is at the edge of optim.lr (0.01)")
     assert advice(plan, frame_of(of_linear)) == []
     known = scored(-0.2, second, score=KINDS["number"].score_heading)
-    assert ranking(plan, frame_of([scored(float("nan"), first), known])) == [second, first]
-
-
-def test_the_table_is_sorted(small):
-    plan = small.plan()
-    names = list(plan.trials)
-    rows = [scored(accuracy, name) for name, accuracy in zip(names, (0.2, 0.4), strict=True)]
+    rows = [scored(float("nan"), first), known]
+    assert ranking(plan, frame_of(rows)) == [second, first]
     write_comparison(small.out, questions_of_sweep(plan, rows)[0], rows, {}, [])
-    assert small.table().index(names[1]) < small.table().index(names[0])
+    assert small.table().index(second) < small.table().index(first)
 
 
 # --- probes and trainings that do not look at held-out images ---

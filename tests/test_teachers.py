@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from conftest import TINY, Killed, kill_at, read_metrics
 from model_inputs import HALVES, draw_batch, random_images, randomize, scaled
 from safetensors.torch import load_file, save_file
-from server import Command
 
 from evaluation.frozen.run_images import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, ObjectiveConfig
@@ -147,6 +146,7 @@ def test_losses_by_hand():
 def test_the_moving_average_is_the_closed_form():
     """tau^n a + (1 - tau^n) b of a constant student."""
     model, *_ = model_of()
+    assert model.teacher.depths == 2  # half of the blocks
     before = copy.deepcopy(model.teacher.encoder)
     randomize(model.encoder, std=1)
     for _ in range(5):
@@ -161,6 +161,7 @@ def test_half_lives_are_shares_of_the_run():
     assert moving_average_decay((0.01, 0.05), 999, 1000) ** 50 == pytest.approx(0.5)
     assert moving_average_decay((0.02, 0.02), 77, 1000) == pytest.approx(2 ** (-1 / 20))
     assert moving_average_decay((0.5, 0.5), 0, 1) == 0.25  # of one step
+    assert moving_average_decay((1, 3), 5, 11) == pytest.approx(2 ** (-1 / 2))  # from 1 on, steps
 
 
 def frozen(img_size, patch_size, **options):
@@ -238,7 +239,6 @@ def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain, monk
     assert all(torch.equal(one[name], two[name]) for name in one)
     decays = {step + 1: moving_average_decay((0.01, 0.05), step, 4) for step in range(4)}
     assert read_metrics(whole, "teacher/decay") == pytest.approx(decays)
-    assert all(rank > 1 for rank in read_metrics(whole, "target_rank").values())
     taught = pretrain(*EMA, "--objective.export=teacher", dir=tmp_path / "taught")
     exported = load_encoder(taught).state_dict()
     assert all(torch.equal(exported[name], one[f"teacher.encoder.{name}"]) for name in exported)
@@ -264,10 +264,6 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
     assert str(tmp_path / "teacher") in list(lineage(str(folder)))
     shutil.rmtree(folder / "encoder")
     pretrain(*words)  # goes on
-    (tmp_path / "teacher").rename(tmp_path / "moved")
-    list(lineage(str(folder)))
-    assert f"objective.teacher of {folder} is {tmp_path / 'teacher'}, which is missing" in capsys.readouterr().out
-    (tmp_path / "moved").rename(tmp_path / "teacher")
     weights = load_file(tmp_path / "teacher" / "model.safetensors")
     save_file(weights | {"norm.bias": weights["norm.bias"] + 1}, tmp_path / "teacher" / "model.safetensors")
     shutil.rmtree(folder / "encoder")
@@ -278,14 +274,11 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ("teacher=nowhere", "objective.teacher is nowhere; it must be the name of a timm model"),
         ("teacher_img_size=64", "objective.teacher_img_size is 64; it must be null with .*teacher=ema"),
         ("export=teacher --optim.average=0.9", "optim.average is 0.9; it must be null with objective.exp"),
-        ("teacher=resnet18 --objective.teacher_checkpoint=x.pt", "must be a .safetensors file"),
         ("teacher=RUN --data.channels=1", "objective.teacher's input channels is 3; it must be 1"),
         ("teacher=RUN --objective.teacher_depths=9", "objective.teacher_depths is 9; it must be"),
         ("teacher=RUN --objective.teacher_img_size=36", "teacher_img_size is .* it must be a multiple of the patch"),
-        ("teacher=RUN --objective.teacher_img_size=0", "objective.teacher_img_size is 0; it must be a"),
         ("teacher=resnet18 --objective.teacher_depths=2", "teacher_depths is 2; it must be"),  # stages differ in width
         (
             "teacher=resnet18 --objective.teacher_checkpoint=VIT",
@@ -302,25 +295,6 @@ def test_what_cannot_teach_is_named(finished_run, tmp_path, monkeypatch, setting
         build_model(parse(Config, [*TINY, *FEATURES, *f"--objective.{settings}".split()]))
 
 
-@pytest.mark.faults
-def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pretrain):
-    """Two processes with copies or shares, two passes a step, recomputed activations: the losses of one process."""
-    adam = ("--optim.name=adam", "--optim.lr=3e-3")  # Muon's bf16 rounds what is added in another order
-    words = (*TINY, *EMA, *adam, "--run.eval_every=4")
-    more = {"copies": "--data.batch_size=2", "shares": "--model.activation_checkpointing=true"}
-    runs = [
-        Command("pretrain", *words, option, f"--run.dir={tmp_path / name}", processes=2, sharded=name == "shares")
-        for name, option in more.items()
-    ]
-    pretrain(*EMA, *adam, "--run.eval_every=4", dir=tmp_path / "one")
-    for run in runs:
-        assert not any(run.wait()), run.said
-    keys = ("loss", "optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss")
-    for key in keys:
-        for other in more:
-            assert read_metrics(tmp_path / other, key) == pytest.approx(read_metrics(tmp_path / "one", key), rel=1e-4)
-
-
 def test_the_share_of_targets_that_places_explain():
     """1 less the mean square within places over that around the mean: the adjusted R squared."""
     targets = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.double)
@@ -331,7 +305,8 @@ def test_the_share_of_targets_that_places_explain():
     for scale in (1, 1e-3):
         spread = summarize(measure_features(targets, targets * scale, places, 5))
         assert spread["target_place"] == pytest.approx(float(expected))
-    assert "target_place" not in summarize(measure_features(targets[:1], targets[:1], places[:1], 5))
+    for known in (targets[:1], 0 * targets):  # each at a place of its own; all alike
+        assert "target_place" not in summarize(measure_features(known, known, places[: len(known)], 5))
 
 
 def test_no_norm_hides_a_collapse():

@@ -88,22 +88,6 @@ def test_branches_of_a_comparison_that_is_killed_have_the_rows_and_bits_of_separ
         assert cost_with_ancestors(branch, PFLOP) == cost_with_ancestors(other, PFLOP)
 
 
-@pytest.mark.faults
-def test_published_rows_are_found_under_either_way_of_making_them(small, tmp_path, monkeypatch):
-    small.config["encoders"] = [branches(tmp_path)[0], trunk(tmp_path)]
-    small.config["questions"] = [{"name": "curve", "encoders": ["4 steps"]}]
-    rows = small.compare()["results"]
-    monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("trained"))
-    other = separate(small, tmp_path)
-    other.config["encoders"] = other.config["encoders"][:1]
-    other.config["extends"] = str(tmp_path / "out" / "results.json")
-    assert other.compare()["results"] == rows
-    small.config |= {"dir": str(tmp_path / "again"), "extends": str(tmp_path / "separate" / "results.json")}
-    shutil.rmtree(tmp_path / "of_4_0")
-    shutil.rmtree(tmp_path / "trunk_0")
-    assert small.compare()["results"] == rows
-
-
 def test_a_branch_of_a_trunk_that_diverges_has_no_result(small, tmp_path, monkeypatch):
     """A separate run might not have diverged: it parts before."""
     began = []

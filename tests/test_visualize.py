@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import encoded, picture
 from einops import rearrange
 from PIL import Image
 from safetensors.torch import load_file
@@ -31,6 +30,7 @@ from evaluation.pictures import (
 )
 from evaluation.visualize import main
 from mpp.config import ModelConfig
+from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
 
@@ -206,13 +206,6 @@ def test_patch_features_are_the_models_own_in_their_places():
     (inner,) = encoder.model.forward_intermediates(pixels, indices=[0], norm=False, intermediates_only=True)
     torch.testing.assert_close(first.permute(0, 3, 1, 2), inner)
 
-    model = timm.create_model("test_vit", img_size=32, num_classes=0, global_pool="avg", class_token=False)
-    torch.nn.init.normal_(model.fc_norm.weight)  # timm has the last norm here in encoders that pool first
-    encoder = FrozenEncoder(model)
-    (last,) = patch_features(encoder, noise(2), [len(model.blocks)])
-    expected = model.fc_norm(model.forward_features(encoder.normalize(noise(2))))
-    torch.testing.assert_close(last.flatten(1, 2), expected)
-
 
 def test_entropy_lands_on_its_patch():
     values = torch.arange(8.0).view(1, 2, 4)  # two patches of 2 x 2 cells
@@ -300,24 +293,6 @@ def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
         draw("floor:pixels", tmp_path, "--pictures=filters")
 
 
-@pytest.mark.faults
-def test_broken_images_are_no_neighbours(finished_run, tmp_path):
-    for number in range(24):
-        (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)) if number % 2 else b"broken")
-    words = (f"--data.path={tmp_path}", "--pictures=neighbours", SHOWN, "--data.eval_fraction=0.5")
-    saved = np.load(draw(finished_run, tmp_path / "out", *words) / "neighbours.npz")
-    names = {int(Path(name).stem) for name in saved["names"].flatten()}
-    assert names and all(name % 2 for name in names)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("--pictures=attention", "attention"),
-        ("--out=pyproject.toml", r"out is pyproject\.toml; it must be a folder"),
-        ("--encoder=nowhere", "encoder is nowhere"),
-    ],
-)
-def test_bad_settings_are_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        main(["--encoder=floor:pixels", *FAST, wrong])
+def test_a_file_in_the_place_of_the_folder_is_named():
+    with pytest.raises(UserError, match=r"out is pyproject\.toml; it must be a folder"):
+        main(["--encoder=floor:pixels", *FAST, "--out=pyproject.toml"])

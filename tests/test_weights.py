@@ -106,11 +106,8 @@ def test_a_file_that_cannot_be_read_is_named(folder, way):
 
 
 PICKLED_WAYS = {
-    "model.init_from": lambda path: build_encoder(ModelConfig(**SMALL, init_from=path)),
-    "model.init_from ": lambda path: build_student(ModelConfig(**SMALL, init_from=path)),
-    "encoder": mpp.load_encoder,
-    "encoder ": load_frozen_encoder,
-    "objective.teacher": lambda path: load_encoder(path, setting="objective.teacher"),
+    "model.init_from": lambda path: build_student(ModelConfig(**SMALL, init_from=path)),
+    "encoder": load_frozen_encoder,
     "distill.teacher": lambda path: load_classifier(path, 3, "distill.teacher"),
 }
 
@@ -121,13 +118,10 @@ def test_pickles_are_refused_with_what_makes_safe_files(tmp_path, ending):
     torch.save({"model": {}}, file)
     for way, load in PICKLED_WAYS.items():
         for path in (file, tmp_path):  # a folder that has nothing else
-            with pytest.raises(UserError) as error:
+            with pytest.raises(UserError, match=f"(?s)^{way} is {path}, which cannot be read: mpp reads no .*{file}"):
                 load(str(path))
-            assert str(error.value).startswith(f"{way.strip()} is {path}, which cannot be read: mpp reads no pickled w")
-            assert repr(str(file)) in str(error.value)
-    for setting, key in (("checkpoint", "encoder"), ("objective.teacher_checkpoint", "objective.teacher")):
-        with pytest.raises(UserError, match=rf"^{setting} is .*mae\{ending}; it must be .* mpp reads no pickled"):
-            load_encoder(NAME, checkpoint=str(file), setting=key)
+    with pytest.raises(UserError, match=rf"^checkpoint is .*mae\{ending}; it must be .* mpp reads no pickled"):
+        load_encoder(NAME, checkpoint=str(file))
 
 
 @pytest.mark.parametrize("below", [None, "model", "state_dict"])
@@ -308,7 +302,7 @@ def test_weights_of_an_encoder_that_computes_otherwise_are_refused(theirs, ours,
 # --- the weights of a run, and of a name ---
 
 
-@pytest.mark.parametrize("options", [(), ("--config=rivals/mae",), ("--config=rivals/data2vec",)], ids=str)
+@pytest.mark.parametrize("options", [(), ("--config=rivals/data2vec",)], ids=str)
 def test_a_runs_checkpoint_has_the_encoder_that_it_trained(pretrain, options):
     """Of a moving average's run, too, the trained one. A run that diverged has nothing else."""
     folder = pretrain(*options, "--run.steps=2", "--optim.name=adam")
@@ -370,15 +364,12 @@ def test_moments_are_those_of_the_weights(tmp_path, capsys):
     exported(DINOV3, tmp_path / "encoder")
     source = str(tmp_path / "encoder")
     rgb = ModelConfig(name=DINOV3, mean=None, std=None, init_from=source)
-    assert moments_of_weights(rgb, 3) == replace(rgb, mean=MOMENTS[0], std=MOMENTS[1])
     assert moments_of_weights(rgb, 2).mean == pytest.approx((0.2, 0.2))
     half = moments_of_weights(ModelConfig(mean=MOMENTS[0], std=None, init_from=source), 3)
     assert (half.mean, half.std) == MOMENTS and "note" not in capsys.readouterr().out
     moments_of_weights(ModelConfig(init_from=source, mean=(0.1, 0.2, 0.3)), 3)
     said = capsys.readouterr().out
     assert said.startswith("note: model.std is (0.5, 0.5, 0.5), and ") and said.count("note") == 1
-    with pytest.raises(UserError, match=r"model\.mean is null; it must be numbers or auto unless model\.init_from"):
-        ModelConfig(mean=None)
     save_file({"weight": torch.ones(1)}, tmp_path / "alone.safetensors")
     alone = ModelConfig(mean=None, init_from=str(tmp_path / "alone.safetensors"))
     with pytest.raises(UserError, match=r"model\.mean is null; .*no config\.json next to .*alone\.safetensors"):
