@@ -56,6 +56,30 @@ def test_the_decoder_begins_as_the_encoder_and_computes_attention_so(fused):
         assert weight.std().item() == pytest.approx(0.02, rel=0.3)
 
 
+@pytest.mark.faults
+def test_the_whole_is_one_graph_to_the_compiler():
+    model = autoencoder()
+    model.encoder.set_grad_checkpointing(True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for sort in (model.train(), model.eval()):
+        torch.testing.assert_close(compiled(*images_and_corruption()), sort(*images_and_corruption()))
+
+
+def test_activation_checkpointing_computes_the_same_twice():
+    gradients = []
+    for again in (False, True):
+        model = autoencoder(drop_path_rate=0.2, pos_drop_rate=0.1).train()
+        calls = []
+        model.encoder.set_grad_checkpointing(again)
+        for part in (model.encoder, model.decoder):
+            part.blocks[0].register_forward_pre_hook(lambda block, _, calls=calls: calls.append(block))
+        torch.manual_seed(3)
+        model(*images_and_corruption()).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        assert len(calls) == (4 if again else 2)
+    assert all(map(torch.equal, *gradients))
+
+
 @pytest.mark.parametrize(
     ("width", "depth", "decoder"),
     [(768, 12, (512, 8, 16)), (1024, 24, (512, 8, 16)), (96, 4, (64, 3, 2)), (16, 1, (32, 1, 1))],
@@ -83,6 +107,7 @@ def test_what_cannot_be_built_is_named():
         dict(name="vit_tiny_r_s16_p8_224"),
         dict(name="beit_base_patch16_224"),
         dict(stride=4),
+        dict(position="rope"),
         dict(mixing="axial"),
         dict(position_at="every"),
     ],

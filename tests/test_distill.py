@@ -16,7 +16,7 @@ from timm.models import save_for_hf
 from timm.models.deit import VisionTransformerDistilled
 from torch import nn
 
-from evaluation import supervised
+from evaluation import finetune, supervised
 from evaluation.comparison.cases import EncoderEntry, encoders_of, relevant_settings
 from evaluation.config import DistillConfig
 from evaluation.frozen.encoder import load_frozen_encoder
@@ -79,10 +79,7 @@ def held_out_answers(task, classify):
 
 
 def test_the_loss_is_deits():
-    """Cross-entropy with the labels, and with the teacher's decisions or at a temperature of 3 with its softmax.
-
-    Predictions are the mean of both heads' softmaxes.
-    """
+    """Cross-entropy with the labels, and with the teacher's decisions or at a temperature of 3 with its softmax."""
     torch.manual_seed(0)
     outputs, taught, target = torch.randn(5, 2, 7), torch.randn(5, 7), torch.randint(7, (5,))
     with_labels = F.cross_entropy(outputs[:, 0], target, label_smoothing=0.1)
@@ -91,11 +88,15 @@ def test_the_loss_is_deits():
     for kind, of_teacher in (("hard", F.cross_entropy(outputs[:, 1], taught.argmax(-1))), ("soft", soft)):
         loss = distillation_loss(outputs, target, taught, DistillConfig(kind=kind, weight=0.4), label_smoothing=0.1)
         torch.testing.assert_close(loss, 0.6 * with_labels + 0.4 * of_teacher)
+
+
+def test_the_softmaxes_of_both_heads_are_averaged():
+    outputs = torch.randn(5, 2, 7)
     torch.testing.assert_close(average_heads(outputs).exp(), outputs.softmax(-1).mean(1))
 
 
 @pytest.mark.faults
-def test_student_is_timms_distilled_class_and_teaches(tmp_path, teacher, monkeypatch):
+def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path, teacher, monkeypatch):
     folder = tmp_path / "run"
     pixels = random_pixels()
     tasks = []
@@ -119,6 +120,27 @@ def test_student_is_timms_distilled_class_and_teaches(tmp_path, teacher, monkeyp
     title, tags = title_and_tags(folder / "encoder")
     assert title.endswith("trained with labels") and "self-supervised" not in tags
     torch.testing.assert_close(load_teacher(str(folder), 9)(pixels), both.softmax(-1).mean(1).log())
+
+    tuned = tmp_path / "fine" / "lr_0.1"
+    finetune.main([*BASE, f"--encoder={folder}", "--lrs=0.1", "--img_size=48", f"--run.dir={tuned.parent}"])
+    weights = load_file(complete_checkpoints(tuned)[-1] / "model.safetensors")
+    assert weights["encoder.pos_embed"].shape == (1, 2 + 36, 16) and "encoder.dist_token" in weights
+    pixels = torch.randint(0, 256, (2, 3, 48, 48), dtype=torch.uint8)
+    (features,) = load_frozen_encoder(str(tuned))(pixels, "class", [2])
+    taught = load_teacher(str(tuned), 9)(pixels)
+    torch.testing.assert_close(taught, F.linear(features, weights["head.weight"], weights["head.bias"]))
+
+
+@pytest.mark.faults
+def test_a_killed_distillation_resumes_with_the_same_bits(tmp_path, teacher, monkeypatch):
+    arguments = ["--augment.mixup=0.8", "--augment.label_smoothing=0.1", "--head.kind=linear", "--head.pooling=mean"]
+    arguments += ["--distill.kind=soft", "--optim.average=0.9", "--model.drop_path=0.1", f"--distill.teacher={teacher}"]
+    whole = train(tmp_path / "whole", *arguments)
+    with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
+        kill_at(context, 3)
+        train(tmp_path / "killed", *arguments)
+    assert train(tmp_path / "killed", *arguments) == whole
+    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
 
 
 @pytest.mark.faults
