@@ -13,12 +13,14 @@ import yaml
 from conftest import ROOT, TINY
 
 DISTRIBUTION = "masked-patch-prediction"
+MODULES = [path for folder in ("mpp", "evaluation") for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
 
 
-def test_a_module_run_as_a_script_shadows_no_other():
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_module_run_as_a_script_shadows_no_other(module):
     dependencies = {re.split(r"[\[>=<;\s]", line)[0] for line in importlib.metadata.requires(DISTRIBUTION)}
     taken = sys.stdlib_module_names | {name.replace("-", "_") for name in dependencies} | {"yaml", "PIL", "evaluate"}
-    assert taken.isdisjoint(path.stem for folder in ("mpp", "evaluation") for path in (ROOT / folder).glob("*.py"))
+    assert module.stem not in taken
 
 
 def test_every_package_is_in_the_wheel():
@@ -35,6 +37,32 @@ def test_the_lowest_versions_are_those_that_are_promised():
     lowest = dict(re.findall(r"^([a-z]+)==([\d.]+)$", (ROOT / "tests" / "lowest.txt").read_text(), re.MULTILINE))
     promised.pop("setuptools")
     assert {name: version.removesuffix(".0") for name, version in lowest.items()} == promised
+
+
+def test_the_hosted_workflow_runs_the_pairs_of_versions_that_a_person_can_run():
+    hosted = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    matrix = hosted["jobs"]["test"]["strategy"]["matrix"]["include"]
+    pairs = re.findall(r"^\t(\S+) (3\.\d+) (\S+)$", (ROOT / "tests" / "versions").read_text(), re.MULTILINE)
+    assert [(pair["name"], pair["python"]) for pair in matrix] == [(name, python) for name, python, _ in pairs]
+    assert all(constraint == "-" or (ROOT / constraint).is_file() for *_, constraint in pairs)
+
+
+def test_top_level_is_what_the_readme_says():
+    allowed = {"mpp", "configs", "evaluation", "tests", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff"}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} == allowed
+
+
+def test_birds_travel_with_the_package():
+    assert {path.name for path in (ROOT / "mpp" / "birds").iterdir()} == {
+        "ATTRIBUTION.md",
+        "outlines.json",
+        "train-00000-of-00001.parquet",
+        "test-00000-of-00001.parquet",
+    }
 
 
 INSTALLED = """
@@ -76,11 +104,13 @@ def test_an_installed_wheel_works_from_an_empty_folder(published, tmp_path):
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
     empty.mkdir()
 
-    folder, birds = str(tmp_path / "run"), ("--data.path=null", "--data.image_column=null", "--data.label_column=null")
+    short = [argument for argument in TINY if not argument.startswith("--model.img_size")] + ["--run.print_config=true"]
+    folder, birds = str(tmp_path / "run"), ["--data.path=null", "--data.image_column=null", "--data.label_column=null"]
+    composed = ("--config", "cifar10", "--config", "rivals/mae")
     env = os.environ | {"PYTHONPATH": str(site)}
-    words = (sys.executable, "-c", INSTALLED, folder, "--config=cifar10", "--config=rivals/mae", *TINY, *birds)
+    words = (sys.executable, "-c", INSTALLED, folder, *composed, *short, *birds)
     ended = subprocess.run(words, cwd=empty, env=env, capture_output=True, text=True)
-    assert f"wrote {folder}/evaluation" in ended.stdout, ended
+    assert "img_size: 32\n  patch_size: 4\n" in ended.stdout and f"wrote {folder}/evaluation" in ended.stdout, ended
     assert ended.stdout.splitlines()[-1].startswith(str(site))
     assert ended.returncode == 2 and "such as cifar10" in ended.stderr
     assert list(empty.iterdir()) == []
@@ -88,16 +118,25 @@ def test_an_installed_wheel_works_from_an_empty_folder(published, tmp_path):
 
 @pytest.mark.faults
 def test_the_published_files_carry_the_licence_and_one_version(published):
-    (wheel,) = published.glob("*.whl")
+    (wheel,), (sdist,) = published.glob("*.whl"), published.glob("*.tar.gz")
     version = importlib.metadata.version(DISTRIBUTION)
-    assert {file.name for file in published.iterdir()} == {
-        f"masked_patch_prediction-{version}-py3-none-any.whl",
-        f"masked_patch_prediction-{version}.tar.gz",
-    }
+    assert wheel.name == f"masked_patch_prediction-{version}-py3-none-any.whl"
+    assert sdist.name == f"masked_patch_prediction-{version}.tar.gz"
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == version and f"## {version}" in (ROOT / "mpp" / "CHANGELOG.md").read_text()
+    changelog = (ROOT / "mpp" / "CHANGELOG.md").read_text()
+    assert citation["version"] == version and f"## {version}" in changelog
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert any(name.endswith("licenses/LICENSE") for name in names)
     shipped = {"mpp/birds/ATTRIBUTION.md", "evaluation/pages/page.html", "mpp/zoo/simclr_cifar10/model.safetensors"}
     assert shipped <= set(names)
+
+
+def test_python_in_the_folder_around_a_clone_imports_the_package(tmp_path):
+    """Named as README.md says: a folder `mpp` there would be a namespace package in its place."""
+    clone = re.search(r"git clone URL (\S+) && cd \1\n", (ROOT / "README.md").read_text())[1]
+    (tmp_path / clone / "mpp").mkdir(parents=True)
+    words = [sys.executable, "-c", "import mpp; mpp.load_encoder; mpp.extract_features"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # as installed
+    ended = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
