@@ -244,3 +244,9 @@ def test_names_elsewhere_are_of_settings_that_exist():
 def test_the_page_of_settings_is_up_to_date():
     page = settings_page.PAGE.read_text(encoding="utf-8")
     assert page == settings_page.whole_page(), "python tests/settings_page.py writes it"
+
+
+def test_help_has_the_numbers_of_null_and_no_setting_without_a_choice(capsys):
+    lines, keys = help_of(["--help", "all"], capsys)
+    assert any("--model.width null: 128 " in line for line in lines)
+    assert "objective.predict_nodata" not in keys and "run.shard_over" not in keys
