@@ -422,3 +422,26 @@ def test_low_rank_changes_compile(tmp_path, pretrain):
     plain = pretrain(*settings, dir=tmp_path / "plain")
     compiled = pretrain(*settings, "--run.compile=true", dir=tmp_path / "compiled")
     assert read_metrics(compiled) == pytest.approx(read_metrics(plain), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adam", "muon", "sgd"])
+@pytest.mark.parametrize("options", [(), LORA, PROJECTIONS, EXPLORA], ids=["all", "lora", "projections", "explora"])
+@pytest.mark.parametrize("network", [(), ("--config=rivals/mae",)], ids=["predictor", "autoencoder"])
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_each_trained_parameter_is_in_one_group_and_no_frozen_one(name, options, network, layer_decay):
+    model, _ = built(*options, *network)
+    config = OptimConfig(name=name, layer_decay=layer_decay)
+    if name == "muon" and options == LORA and not network:
+        with pytest.raises(UserError, match=r"optim.name is muon, and no matrix .* must be adam"):
+            parameter_groups(model, config)
+        return
+    groups = parameter_groups(model, config)
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    trained = [id(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    assert len(grouped) == len(set(grouped)) and set(grouped) == set(trained)
+    changes = {id(p) for m in model.modules() if isinstance(m, LowRankChange) for p in m.parameters()}
+    for group in groups:
+        if group.get("use_muon"):
+            assert not changes & {id(parameter) for parameter in group["params"]}
+        if layer_decay is not None and changes & {id(parameter) for parameter in group["params"]}:
+            assert group["lr_scale"] < 1

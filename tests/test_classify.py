@@ -21,7 +21,7 @@ from evaluation.supervised import Classification
 from evaluation.supervision.classifiers import load_classifier
 from evaluation.supervision.learners import HeadedEncoder, build_backbone
 from mpp import pretrain
-from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig
+from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig
 from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.data.views import Batch
@@ -31,6 +31,7 @@ from mpp.models.descriptions import export_encoder, learned_labels
 from mpp.models.encoder import Normalize
 from mpp.models.plain import checkpoint_activations
 from mpp.training.checkpoint import complete_checkpoints
+from mpp.training.optim import averaged_weights, build_optimizer
 
 BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
 SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
@@ -392,3 +393,22 @@ def test_cutmix_takes_a_part_of_the_image_before():
         is_own = images == batch.images
         assert (is_own | (images == batch.images.roll(1, 0))).all()
         assert target[0, 0].item() == pytest.approx(is_own[0].all(0).double().mean().item(), abs=0.05)
+
+
+@pytest.mark.parametrize("warmup", [True, False], ids=["decay rises", "constant decay"])
+def test_polyak_average_by_hand(warmup):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    config = OptimConfig(name="adam", lr=0.1, average=0.8, average_warmup=warmup)
+    built = build_optimizer(model, config)
+    average = None
+    for step in range(1, 60):
+        model(torch.randn(4, 3)).square().sum().backward()
+        built.step()
+        built.zero_grad()
+        decay = min(0.8, (1 + step) / (10 + step)) if warmup else 0.8
+        weight = model.weight.detach().clone()
+        average = weight if average is None else decay * average + (1 - decay) * weight
+    with averaged_weights(built):
+        torch.testing.assert_close(model.weight.detach(), average)
+    assert torch.equal(model.weight.detach(), weight)

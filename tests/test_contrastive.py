@@ -213,3 +213,10 @@ def test_bad_settings_are_named(tmp_path, wrong, message):
     with pytest.raises(UserError, match=message):
         run(tmp_path / "run", wrong)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_defaults_and_the_overlay_are_the_papers():
+    config = parse(contrastive.ContrastiveConfig, ["--config=cifar10", "--config=rivals/simclr_cifar10"])
+    assert (config.views.jitter, config.views.blur, config.contrast.temperature) == (0.5, 0.0, 0.5)
+    assert config.data.crop_area == (0.08, 1.0) and config.model.width == 96
+    assert parse(contrastive.ContrastiveConfig, ["--config=rivals/simclr"]) == contrastive.ContrastiveConfig()

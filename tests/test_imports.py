@@ -473,3 +473,11 @@ def test_an_encoder_of_an_import_is_loaded_with_it_and_refused_without(pretrain,
     alone = (folder / "encoder").rename(tmp_path / "published")
     with pytest.raises(UserError, match="mine_squares"):
         mpp.load_encoder(alone)
+
+
+def test_a_run_is_not_resumed_without_its_code(pretrain, brightness):
+    pretrain(f"--import={brightness}", BRIGHTNESS)
+    start_a_new_process()
+    with pytest.raises(UserError, match=r"run uses custom code: add --import brightness\.py "):
+        pretrain(BRIGHTNESS)
+    assert "brightness" not in sys.modules

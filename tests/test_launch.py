@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import Killed, kill_at, read_metrics
 
 import mpp.pretrain
 from mpp.config import RunConfig
@@ -15,6 +16,7 @@ from mpp.runtime import start
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.processes import check_address
 from mpp.runtime.start import choose_precision, choose_threads, run_main, user_message
+from mpp.training.log import check_trackers
 from mpp.training.loop import TrainingStep
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -168,3 +170,18 @@ def test_processes_that_round_differently_are_refused(pretrain, monkeypatch):
 def test_accelerates_accumulation_does_not_divide_the_loss_again(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert start.start(RunConfig(trackers=(), threads=1)).gradient_accumulation_steps == 1
+
+
+def test_the_launchers_compiler_does_not_rename_the_weights(pretrain, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+        kill_at(patch, 3)
+        with pytest.raises(Killed):
+            pretrain()
+    assert 4 in read_metrics(pretrain())  # found its weights in the checkpoint
+
+
+def test_a_tracker_that_is_not_there_is_named():
+    check_trackers(RunConfig())
+    with pytest.raises(ValueError, match=r"run\.trackers is nonsense; it must be installed: .*tensorboard"):
+        check_trackers(RunConfig(trackers=("tensorboard", "nonsense")))

@@ -306,7 +306,7 @@ def test_pictures_are_known_by_their_endings_or_first_bytes(tmp_path):
 
 
 def test_what_is_left_out_is_named(tmp_path, capsys):
-    """But for what nobody sees: hidden files, and those of operating systems."""
+    """But for hidden files, and those of operating systems."""
     left_out = {"more/1.png": 2, "x.npy": b"", "y.csv": "", "old.zip": b"PK", "b.dng": b""}
     unseen = {".hidden/0.png": 0, "$RECYCLE.BIN/S-1/$R0.png": 0, "@eaDir/a.png/THUMB_M.jpg": 0}
     write(tmp_path, {"train/a/1.png": 0, "train/b/1.png": 1} | left_out | unseen)

@@ -254,3 +254,10 @@ def test_classes_of_timm_have_names_and_each_is_unique():
     assert names[1].startswith("goldfish") and len(set(names)) == 1000
     assert [name for name in names if name.startswith("crane")] == ["crane (134)", "crane (517)"]
     assert distinct_class_names(["a"], 2) == ["a", "1"]
+
+
+def test_images_that_the_classifier_learned_are_noted(head, class_images, tmp_path, capsys):
+    """In a copy of their folder, too."""
+    out = predict_to(tmp_path / "p.csv", head, shutil.copytree(class_images, tmp_path / "copy"))
+    assert "note: the classifier learned some of these images" in capsys.readouterr().out
+    assert "learned" in read_about(out)["note"]

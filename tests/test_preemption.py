@@ -4,10 +4,13 @@ import errno
 import fcntl
 import os
 import signal
+import time
+from contextlib import suppress
 from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
+from conftest import HANGS, wait_until
 
 from mpp.errors import ReadFailed, UserError
 from mpp.runtime import signals
@@ -108,4 +111,48 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=refused))
     with pytest.raises(UserError, match=r"which cannot be locked \(.*No locks available") as error:
         exclusive(tmp_path, Accelerator(cpu=True)).__enter__()
-    assert not isinstance(error.value, Held)  # nobody is to be waited for
+    assert not isinstance(error.value, Held)  # no process is to be waited for
+
+
+@pytest.fixture
+def ignored(request):
+    """A signal that whoever started this process has made it ignore."""
+    before = signal.signal(request.param, signal.SIG_IGN)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+@pytest.mark.parametrize("ignored", [signal.SIGHUP], indirect=True)
+def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path, ignored):
+    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
+        stop.finishes_steps = True
+        os.kill(os.getpid(), ignored)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: stop.asked)
+        assert stop.asked == "SIGTERM"
+    assert signal.getsignal(ignored) is signal.SIG_IGN
+
+
+def test_a_signal_ends_a_wait_for_images(tmp_path):
+    """Also where what waits catches every error."""
+
+    def away():
+        with suppress(Exception):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(HANGS)
+
+    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
+        stop.finishes_steps = True
+        assert stop.wait_for(lambda: 1) == 1
+        assert stop.wait_for(away) is None
+        assert stop.wait_for(lambda: 1) is None
+
+
+def test_a_folder_is_held_by_one(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    with exclusive(tmp_path, accelerator):
+        other = exclusive(tmp_path, accelerator)
+        with pytest.raises(ValueError, match="which another process is writing"):
+            other.__enter__()
+    with exclusive(tmp_path, accelerator):
+        pass

@@ -190,3 +190,14 @@ def test_splits_keep_their_names_or_are_refused(tmp_path, splits, read_as):
 def test_one_command_a_folder(folder, tmp_path):
     with hold(tmp_path / "out", "out"), pytest.raises(UserError, match=r"out is .*, which another process is writing"):
         main(options(folder, tmp_path / "out"))
+
+
+def test_names_that_lead_out_write_nothing_there(tmp_path):
+    features = datasets.Features({"image": datasets.Image(decode=False)})
+    cells = [{"bytes": encoded(picture(1)), "path": "../../../../tmp/evil.png"}] * 2
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict({"image": cells}, features=features).to_parquet(tmp_path / "data" / "train.parquet")
+    before = {path for path in tmp_path.rglob("*")}
+    main([f"--data.path={tmp_path / 'data'}", f"--out={tmp_path / 'out'}", "--data.image_column=image"])
+    assert {path for path in tmp_path.rglob("*") if "out" not in path.parts} == before
+    assert load_splits(SourceConfig(path=str(tmp_path / "out")))["train"].num_rows == 2

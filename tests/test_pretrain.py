@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from conftest import read_metrics, title_and_tags, weights_of, without_times
+from conftest import encoded, picture, read_metrics, title_and_tags, weights_of, without_times
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -285,3 +285,17 @@ def test_what_is_not_finite_is_named_and_saves_nothing_of_it(pretrain, tmp_path,
     assert checkpoint.name == "step_00000002"
     assert all(tensor.isfinite().all() for tensor in load_file(checkpoint / "model.safetensors").values())
     assert read_metrics(pretrain(*arguments))[10] > 0
+
+
+def test_a_shorter_run_in_the_folder_of_another_is_told_of_that_one(pretrain):
+    """And not of a warm-up that mpp chose."""
+    folder = pretrain("--run.steps=10", "--optim.warmup_steps=null")
+    with pytest.raises(UserError, match=f"{folder.name} is a run with another config: .*run.seed"):
+        pretrain("--run.steps=2", "--optim.warmup_steps=null", "--run.seed=1")
+
+
+def test_images_smaller_than_the_crop_and_one_pixel_are_fine(pretrain, tmp_path):
+    (tmp_path / "images").mkdir()
+    for number, size in enumerate([(1, 1), (3, 200), (7, 5), (64, 64)] * 3):
+        (tmp_path / "images" / f"{number}.png").write_bytes(encoded(picture(number, size)))
+    assert read_metrics(pretrain(f"--data.path={tmp_path / 'images'}"), "unreadable")[4] == 0

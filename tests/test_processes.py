@@ -188,3 +188,14 @@ def test_a_process_whose_peers_do_not_join_gives_up(tmp_path):
     process.kill()
     said = (tmp_path / "said").read_text()
     assert process.exitcode == 2 and "another process does not answer" in said.splitlines()[-1], said
+
+
+@pytest.mark.faults
+def test_an_uneven_last_batch_of_the_evaluation(tmp_path):
+    """29 held-out images on two processes, four at a time: the same figures as one at a time gives."""
+    options = [*(word for word in TINY if not word.startswith("--data.eval")), "--run.steps=1", "--data.batch_size=4"]
+    two = Command("pretrain", *options, "--data.eval_images=29", f"--run.dir={tmp_path / 'two'}", processes=2)
+    assert two.wait() == [0, 0], two.said
+    pretrain_main([*options, "--data.eval_images=29", "--data.batch_size=1", f"--run.dir={tmp_path / 'one'}"])
+    for key in ("heldout/loss", "heldout/accuracy", "heldout/nearest"):
+        assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-5)

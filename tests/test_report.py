@@ -324,3 +324,13 @@ def test_a_confusion_matrix_names_the_classes(recwarn):
     with figure_style():
         figure.savefig(io.BytesIO())
     assert not recwarn.list
+
+
+def test_a_page_has_the_figures_and_the_confusion_matrix_of_an_evaluation(tmp_path):
+    result = ants_and_bees()
+    file = tmp_path / "supervised.json"
+    write_details(file, result["outcomes"])
+    write_report(file, {"results": [result]})
+    table, confusion = evaluation_blocks(tmp_path)
+    assert table.rows == [["supervised", "0", "accuracy (%)", "75.0 (30.1 to 95.4)", "largest class 50.0%", "-"]]
+    assert confusion.title == "Confusion matrix of supervised"

@@ -14,7 +14,7 @@ from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
 from sklearn.neighbors import KNeighborsClassifier
 from test_intervals import measure
 
-from evaluation import segmentation
+from evaluation import compare, segmentation
 from evaluation.config import MaskedDataConfig, SegmentationConfig
 from evaluation.frozen.features import LabelledFeatures
 from evaluation.metrics.scoring import KINDS, Outcomes, score_of
@@ -419,3 +419,30 @@ def test_a_mask_of_another_size_is_named(finished_run, tmp_path):
     rows.to_parquet(tmp_path / "set.parquet")
     with pytest.raises(ValueError, match=r"train\[.\]: its mask has 20 x 20 pixels, and the image 48 x 40"):
         segmentation.main([f"--encoder={finished_run}", f"--data.path={tmp_path}/set.parquet", *FAST])
+
+
+def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
+    (tmp_path / "compare.yaml").write_text(
+        f"""
+        dir: {tmp_path / "compared"}
+        encoders: [{{name: mine, encoder: {trained}}}, {{name: colours, encoder: "floor:pixels"}}]
+        evaluations:
+        - name: mIoU
+          command: segmentation
+          options: {{baselines: false, depth: dev, steps: 3, lr: 0.01, seeds: 0, precision: fp32}}
+        datasets:
+        - name: blocks
+          options:
+            data.path: {masked_parquet(tmp_path / "set")}
+            data.mask_column: classes
+            data.image_column: image
+            data.workers: 0
+        questions: [{{name: all}}, {{name: depth, plot: depth}}]
+        """
+    )
+    compare.main([f"--config={tmp_path / 'compare.yaml'}"])
+    results = json.loads((tmp_path / "compared" / "results.json").read_text())
+    assert set(results["summary"]["all"]["mine"]) == {"mIoU linear", "mIoU knn"}
+    on_dev = [row for row in results["results"] if row["kind"] == "dev" and row["encoder"] == "mine"]
+    assert {row["depth"] for row in on_dev} == {1, 2}
+    assert (tmp_path / "compared" / "depth.png").is_file()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from conftest import TINY, Killed, kill_at, read_metrics
 from model_inputs import HALVES, draw_batch, random_images, randomize, scaled
 from safetensors.torch import load_file, save_file
+from server import Command
 
 from evaluation.frozen.run_images import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, ObjectiveConfig
@@ -333,3 +334,22 @@ def test_the_card_names_the_weights_of_a_teacher_and_takes_no_labels_from_its_na
     assert "the features of test_vit, a frozen encoder." in card and file.name in card
     assert learned_labels("test_vit") and not learned_labels(str(folder))
     assert list(lineage(str(folder))) == [str(folder), str(file)]
+
+
+@pytest.mark.faults
+def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pretrain):
+    """Two processes with copies or shares, two passes a step, recomputed activations: the losses of one process."""
+    adam = ("--optim.name=adam", "--optim.lr=3e-3")  # Muon's bf16 rounds what is added in another order
+    words = (*TINY, *EMA, *adam, "--run.eval_every=4")
+    more = {"copies": "--data.batch_size=2", "shares": "--model.activation_checkpointing=true"}
+    runs = [
+        Command("pretrain", *words, option, f"--run.dir={tmp_path / name}", processes=2, sharded=name == "shares")
+        for name, option in more.items()
+    ]
+    pretrain(*EMA, *adam, "--run.eval_every=4", dir=tmp_path / "one")
+    for run in runs:
+        assert not any(run.wait()), run.said
+    keys = ("loss", "optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss")
+    for key in keys:
+        for other in more:
+            assert read_metrics(tmp_path / other, key) == pytest.approx(read_metrics(tmp_path / "one", key), rel=1e-4)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, kill_at
+from conftest import ROOT, encoded, kill_at, picture, read_metrics
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -373,3 +373,13 @@ def test_they_are_trained_again(name, tmp_path, tally):
     assert {each["check"] for each in read_verdict(tmp_path)["warnings"]} == find_warnings(lines, config).keys()
     check(name, lines, config)
     tally(f"runs that are {'sick on purpose' if name in SICK_RUNS else 'healthy'}: the verdict says so", 1)
+
+
+@pytest.mark.faults
+def test_images_without_labels_are_evaluated_by_agreement(pretrain, tmp_path):
+    (tmp_path / "plain").mkdir()
+    for number in range(16):
+        (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(picture(number)))
+    folder = pretrain("--probe.every=4", f"--data.path={tmp_path / 'plain'}", "--data.eval_fraction=0.5")
+    assert list(read_metrics(folder, "agreement/depth_02")) == [0, 4] and not read_metrics(folder, "knn/depth_02")
+    assert "neighbour agreement" in read_verdict(folder)["line"]

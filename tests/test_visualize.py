@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import encoded, picture
 from einops import rearrange
 from PIL import Image
 from safetensors.torch import load_file
@@ -296,3 +297,13 @@ def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
 def test_a_file_in_the_place_of_the_folder_is_named():
     with pytest.raises(UserError, match=r"out is pyproject\.toml; it must be a folder"):
         main(["--encoder=floor:pixels", *FAST, "--out=pyproject.toml"])
+
+
+@pytest.mark.faults
+def test_broken_images_are_no_neighbours(finished_run, tmp_path):
+    for number in range(24):
+        (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)) if number % 2 else b"broken")
+    words = (f"--data.path={tmp_path}", "--pictures=neighbours", SHOWN, "--data.eval_fraction=0.5")
+    saved = np.load(draw(finished_run, tmp_path / "out", *words) / "neighbours.npz")
+    names = {int(Path(name).stem) for name in saved["names"].flatten()}
+    assert names and all(name % 2 for name in names)
