@@ -13,7 +13,6 @@ AWKWARD_NAMES = [
     *("a b", " a", "a ", ACUTE, DECOMPOSED, "猫", "😀", "-x", "#1", "100%", "a%20b", "[v1]", "{a,b}", "a::b", "*"),
     *("?", "~", "$HOME", "\\", "a\nb", "a..", "'", '"', "NA", "null", "nan", "None", "True", "x" * 240),
 ]
-NO_UTF8_NAMES = [os.fsdecode(name) for name in (b"\xe9t\xe9", b"\xff\xfe", b"a\x80b", b"\xed\xa0\x80")]
 NUMBER_START = re.compile(r"\s*[+-]?[0-9.]")
 
 

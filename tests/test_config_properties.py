@@ -119,8 +119,6 @@ def test_a_warm_up_ends_before_its_run(config_class):
 
 
 MAE = ["--network.name=autoencoder", "--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0"]
-STUDENT = ["--distill.teacher={teacher}"]
-PER_PATCH = ["--objective.name=pixels", "--objective.normalize=patch"]
 NEED = [  # a command, a setting, beside what it has no effect, beside what it has one (None: there is nothing)
     (Config, "objective.normalize=patch", [[], ["--objective.name=hog"]], ["--objective.name=pixels"]),
     (Config, "corruption.block=3", [[], ["--corruption.pattern=blockwise"]], ["--corruption.pattern=blocks"]),
