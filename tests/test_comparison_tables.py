@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import yaml
 from comparisons import FAST
+from matplotlib.collections import LineCollection
 from test_label_kinds import colours, redness, write_images
 
 from evaluation import compare
@@ -54,7 +55,7 @@ def rows_of(*kinds):
 
 def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
     numbers = cells(ROW, ROW | {"encoder_seed": 1}, ROW | {"encoder_seed": 2, "kind": "diverged"})
-    assert numbers["a"]["kNN 20"] == {"mean": 0.5, "std": 0, "count": 2, "diverged": 1}
+    assert numbers["a"]["kNN 20"] == {"mean": 0.5, "std": 0, "count": 2, "values": [0.5, 0.5], "diverged": 1}
     assert table_of(numbers)[1] == [["a", "50.0 ± 0.0 (1 diverged)"]]
     wild = {key: ROW[key] for key in ROW if key not in ("case", "accuracy")} | {"kind": "diverged", "encoder": "b"}
     assert cells(ROW, wild)["b"] == {"kNN 20": {"diverged": 1}}
@@ -72,7 +73,7 @@ def test_rank_and_dev_accuracy_are_columns_but_no_bars():
     ]
     rows += [ROW | {"kind": "dev", "accuracy": 0.25}, ROW]
     numbers = cells(*rows)
-    assert numbers["a"]["rank"] == {"mean": pytest.approx(4), "std": 0, "count": 1}
+    assert numbers["a"]["rank"] == {"mean": pytest.approx(4), "std": 0, "count": 1, "values": [pytest.approx(4)]}
     headings, body = table_of(numbers)
     assert headings[-2:] == ["kNN, dev", "rank"] and body == [["a", "50.0", "25.0", "4"]]
     assert len(plotted(Question("bars"), *rows).axes) == 1
@@ -96,7 +97,8 @@ def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():
     )
     assert list(numbers["a"]) == ["easy kNN", "hard kNN", "masked 20", "mean natural kNN"]
     spread = pytest.approx(0.05 * 2**0.5)  # of 0.6 and 0.7
-    assert numbers["a"]["mean natural kNN"] == {"mean": pytest.approx(0.65), "std": spread, "count": 2}
+    of_group = numbers["a"]["mean natural kNN"]
+    assert (of_group["mean"], of_group["std"], of_group["count"]) == (pytest.approx(0.65), spread, 2)
     assert numbers["a"]["easy kNN"]["count"] == 3
     assert "mean natural kNN" not in numbers["b"] and numbers["b"]["easy kNN"]["mean"] == 0.85
 
@@ -154,6 +156,18 @@ def test_encoders_that_a_plot_leaves_out_are_named(fine_tuned):
 
 
 # --- plots ---
+
+
+@pytest.mark.parametrize("plot", ["bars", "lines"])
+def test_intervals_are_bars_and_seeds_are_dots(plot):
+    rows = [ROW | {"encoder_seed": seed, "accuracy": 0.4 + seed / 5, "interval": [0.3, 0.8]} for seed in (0, 1)]
+    once = ROW | {"encoder": "b", "accuracy": 0.7, "interval": [0.65, 0.8]}
+    (panel,) = plotted(Question("q", plot=plot, x="size", encoders={"a": 1.0, "b": 2.0}), *rows, once).axes
+    (bars,) = (each for each in panel.collections if isinstance(each, LineCollection))
+    across = int(plot == "lines")
+    assert np.allclose([ends[:, across] for ends in bars.get_segments()], [[30, 80], [65, 80]])
+    dots = [line.get_xydata()[:, across].tolist() for line in panel.lines if line.get_linestyle() == "None"]
+    assert [each for each in dots if each] == [pytest.approx([40, 60])]  # of one seed the mean says it
 
 
 @pytest.mark.parametrize("plot", ["bars", "lines", "depth"])

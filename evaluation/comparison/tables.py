@@ -30,9 +30,9 @@ from evaluation.pages.page import recorded_versions
 from mpp.runtime.files import write_complete
 
 Cell = dict[str, Any]
-"""Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and
-device_hours, where asked; `diverged`, the number of seeds that did, where any; `score`, its name, where it is no
-accuracy."""
+"""Mean, standard deviation (std), count and `values`, of seeds and draws; `interval` over test images, where it is
+known; pflop and device_hours, where asked; `diverged`, the number of seeds that did, where any; `score`, its name,
+where it is no accuracy."""
 Cells = dict[str, dict[str, Cell]]
 """Encoder -> column -> cell.
 
@@ -130,7 +130,8 @@ def mean_and_spread(rows: pd.DataFrame) -> Cell:
     With the 95 % `interval` over test images and draws, where all rows have one: the mean over the encoder's seeds.
     """
     by_seed = rows.groupby(["encoder_seed", "seed"], sort=False).accuracy
-    cell: Cell = summarize_values([each.to_numpy(float).mean() for _, each in by_seed])
+    values = [float(each.to_numpy(float).mean()) for _, each in by_seed]
+    cell: Cell = summarize_values(values) | {"values": values}
     kind = kind_of_scores(rows.score)
     if kind is not ONE_CLASS:
         cell["score"] = kind.score_heading

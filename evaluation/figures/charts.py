@@ -3,7 +3,7 @@
 import math
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,9 @@ MIN_TICK_DISTANCE = 0.2  # of the length of a logarithmic axis
 MAX_CONFUSED_NAMED = 60  # classes of a confusion matrix
 MAX_CONFUSED_NUMBERED = 25  # whose cells have their shares
 MAX_SIDE = 11.0  # of a confusion matrix, in inches
-Statistics = dict[str, float]
-"""`mean` and `std` of a score."""
+DOTS: dict[str, Any] = {"marker": "o", "markersize": 2.5, "linestyle": "", "zorder": 3}
+Statistics = dict[str, Any]
+"""`mean` of a score; perhaps its `interval`, which is a bar, and the `values` of seeds and draws, which are dots."""
 ScoreAxis = str
 """The label of a score's axis. It has (%) if the score is a share: it is drawn in percent."""
 Curves = dict[str, dict[str, dict[float, Statistics]]]
@@ -224,36 +225,54 @@ def readable_ticks(places: list[float]) -> list[float]:
 
 
 def draw_line(panel: Axes, scores: dict[float, Statistics], name: str, style: dict[str, str]) -> dict[str, Any]:
-    """Draw x -> mean and standard deviation as a line with error bars, and a score at 0 as a horizontal line.
-
-    A band would shrink towards points that were measured once.
+    """Draw x -> score as a line of means with intervals and dots, and a score at 0 as a horizontal line.
 
     Returns:
         Name in the legend -> what is drawn.
     """
-    drawn = {}
-    points = factor_of(panel.get_ylabel()) * pd.DataFrame.from_dict(scores, "index")[["mean", "std"]]
-    across, points = points[points.index == 0], points[points.index != 0]
-    if len(points):
-        drawn[name] = panel.errorbar(points.index, points["mean"], points["std"], label=name, ms=5, **style)
-    for mean in across["mean"]:
-        label = f"{name}, at 0" if len(points) else name
+    drawn: dict[str, Any] = {}
+    factor = factor_of(panel.get_ylabel())
+    points = {x: score for x, score in scores.items() if x}
+    if points:
+        means, errors = means_and_errors(points.values(), factor)
+        drawn[name] = panel.errorbar(list(points), means, errors, label=name, ms=5, elinewidth=1, **style)
+    for x, score in points.items():
+        values = values_of(score, factor)
+        panel.plot([x] * len(values), values, color=style["color"], **DOTS)
+    if 0 in scores:
+        label = f"{name}, at 0" if points else name
+        mean = factor * scores[0]["mean"]
         drawn[label] = panel.axhline(mean, linestyle="--", color=style["color"], label=label)
     return drawn
 
 
+def means_and_errors(scores: Collection[Statistics], factor: int) -> tuple[NDArray, NDArray]:
+    """The means (n,), and how far their intervals go down and up, (2, n); NaN where there is none."""
+    means = factor * np.array([score.get("mean", math.nan) for score in scores])
+    ends = factor * np.array([score.get("interval", (math.nan, math.nan)) for score in scores])
+    return means, np.abs(ends.T - means)
+
+
+def values_of(score: Statistics, factor: int) -> NDArray:
+    """The values of a score that are drawn: a single one is the mean."""
+    values = score.get("values", ())
+    return factor * np.array(values if len(values) > 1 else ())
+
+
 @figure_style()
 def plot_bars(accuracies: dict[str, dict[str, Statistics]], score_axes: Mapping[str, ScoreAxis]) -> Figure:
-    """Encoder -> column -> score: a panel for each column, a bar for each encoder with its standard deviation."""
+    """Encoder -> column -> score: a panel for each column, a bar for each encoder, with its interval and dots."""
     columns = list(dict.fromkeys(column for cells in accuracies.values() for column in cells))
     figure = Figure(figsize=(2.2 + 2.2 * len(columns), 0.8 + 0.4 * len(accuracies)), layout="constrained")
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for panel, column in zip(panels, columns, strict=True):
         factor = factor_of(score_axes[column])
-        scores = factor * pd.DataFrame(
-            [cells.get(column, {}) for cells in accuracies.values()], columns=["mean", "std"]
-        )
-        bars = panel.barh(list(accuracies), scores["mean"], xerr=scores["std"])
+        scores = [cells.get(column, {}) for cells in accuracies.values()]
+        means, errors = means_and_errors(scores, factor)
+        bars = panel.barh(list(accuracies), means, xerr=errors, error_kw={"elinewidth": 1})
+        for place, score in enumerate(scores):
+            values = values_of(score, factor)
+            panel.plot(values, [place] * len(values), color="black", **DOTS)
         panel.bar_label(bars, fmt="%.1f" if factor == 100 else "%.3f", padding=4, fontsize=8)
         panel.set(title=textwrap.fill(column, 20), xlabel=score_axes[column])
         panel.margins(x=0.28)
