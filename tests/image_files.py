@@ -11,10 +11,12 @@ from pathlib import Path
 import imagecodecs
 import numpy as np
 import tifffile
+from conftest import refused
 from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.decode import decode
+from mpp.errors import UnreadableImage
 
 JFIF_END = 20
 """Bytes of the first marker and the first segment of PIL's JPEGs."""
@@ -25,6 +27,11 @@ PNG_HEADER, PNG_END = 33, 12
 def decode_with(image: bytes | np.ndarray, **settings) -> Tensor:
     """An image as pixels (C, H, W); `settings` are those of `data`."""
     return decode(image, ImagesConfig(**settings))
+
+
+def unreadable(words: str):
+    """An image is refused with these words."""
+    return refused(words, UnreadableImage)
 
 
 def tiff(pixels: np.ndarray | Iterator[bytes], **options) -> bytes:

@@ -9,13 +9,12 @@ from pathlib import Path
 import datasets
 import pytest
 from colours import CATS_AND_DOGS, save, save_classes
-from conftest import run_command
+from conftest import refused, run_command
 
 from mpp.config import ImagesConfig
 from mpp.data import caches
 from mpp.data.caches import cached
 from mpp.data.sources import load_splits
-from mpp.errors import UserError
 
 context = multiprocessing.get_context("fork")
 SOON = 60  # seconds
@@ -138,7 +137,7 @@ def test_a_cache_that_cannot_be_used_or_trusted_is_named(cache, problem):
     def fail(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(UserError, match=r"HF_DATASETS_CACHE: .* cannot be written"):
+    with refused(r"HF_DATASETS_CACHE: .* cannot be written"):
         cached("key", fail)
     assert not (cache / "key").exists()
 

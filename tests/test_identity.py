@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import CUT, Killed, encoded, kill_at, picture, read_metrics
+from conftest import CUT, Killed, encoded, kill_at, picture, read_metrics, refused
 
 from mpp.config import DataConfig, ModelConfig
 from mpp.data.identity import differences, identify_images
 from mpp.data.sources import load_image_datasets
-from mpp.errors import UserError
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 
 
 def test_a_run_inside_its_images_is_refused(pretrain, image_folder):
-    with pytest.raises(UserError, match=r"run\.dir is .*run, inside the images"):
+    with refused(r"run\.dir is .*run, inside the images"):
         pretrain(f"--data.path={image_folder}", dir=image_folder / "some" / "run")
     assert not (image_folder / "some").exists()
 
@@ -64,12 +63,12 @@ def test_a_run_does_not_continue_on_other_images_or_from_other_weights(pretrain,
         pretrain(*options)
     new, weights = image_folder / "cat" / "00.png", first / "model.safetensors"
     new.write_bytes(encoded(picture(99)))
-    with pytest.raises(UserError, match=r"train: images was 9, is 10; .*files"):
+    with refused(r"train: images was 9, is 10; .*files"):
         pretrain(*options)
     new.unlink()
     whole = weights.read_bytes()
     shutil.copy(other / "model.safetensors", first)
-    with pytest.raises(UserError, match=r"model.init_from: weights changed"):
+    with refused(r"model.init_from: weights changed"):
         pretrain(*options)
     assert max(read_metrics(tmp_path / "run")) == 3
     weights.write_bytes(whole)
@@ -102,7 +101,7 @@ def test_a_run_continues_with_any_spelling_of_its_paths(pretrain, image_folder, 
     pretrain("--data.path=./images", f"--model.init_from={first}", *CUT)
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(str(tmp_path) + "/", ""))
     pretrain("--data.path=images", "--model.init_from=first", *CUT)  # as earlier versions saved it
-    with pytest.raises(UserError, match=r"model.init_from"):
+    with refused(r"model.init_from"):
         pretrain("--data.path=images", f"--model.init_from={export_random(tmp_path / 'other', 1)}", *CUT)
 
 
@@ -118,7 +117,7 @@ def test_a_run_continues_where_its_images_moved_to(pretrain, image_folder, tmp_p
     assert f"path: {tmp_path}/moved\n" in saved and (run / "encoder" / "model.safetensors").read_bytes() == encoder
     other = shutil.copytree(tmp_path / "moved", tmp_path / "other")
     (other / "cat" / "01.png").unlink()
-    with pytest.raises(UserError, match=r"other images or weights: train: images was \d+, is"):
+    with refused(r"other images or weights: train: images was \d+, is"):
         pretrain("--data.path=other", *options)
     assert (run / "config.yaml").read_text() == saved
 
@@ -132,7 +131,7 @@ def test_a_stream_is_known_by_its_files(pretrain, two_shards, monkeypatch):
         pretrain(*options)
     file, renamed = (two_shards / f"train-0000{number}-of-00002.parquet" for number in (1, 2))
     file.rename(renamed)
-    with pytest.raises(UserError, match=r"other images or weights: train: files changed"):
+    with refused(r"other images or weights: train: files changed"):
         pretrain(*options)
     file.write_bytes(renamed.read_bytes())
     renamed.unlink()

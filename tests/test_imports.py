@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, refused
 from timm.models import _registry as registry
 
 import mpp
@@ -21,7 +21,6 @@ from mpp.config.imports import import_words, imported, take_imports
 from mpp.config.parsing import parse
 from mpp.corruption import PATTERNS
 from mpp.data.workers import start_worker
-from mpp.errors import UserError
 from mpp.models.networks import NETWORKS
 from mpp.objectives import OBJECTIVES
 
@@ -122,14 +121,14 @@ def test_code_of_the_user_has_settings_of_its_own(pretrain, tmp_path):
     assert {"levels": 8} in seen and {"patches": 3} in seen and {"deep": True} in seen
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["objective"]["arguments"] == {"levels": 8}
-    with pytest.raises(UserError, match=r"another config: .*corruption\.arguments"):
+    with refused(r"another config: .*corruption\.arguments"):
         pretrain(*words, *own, "--corruption.arguments={patches: 4}", "--run.steps=1")
 
 
 @pytest.mark.parametrize("group", ["objective", "corruption", "network"])
 def test_mpps_own_parts_take_no_arguments(pretrain, group):
     message = rf"{group}\.arguments is .*levels.* it must be null or left out: {group}\.\w+ \w+ takes none"
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         pretrain(f"--{group}.arguments={{levels: 8}}")
 
 
@@ -137,7 +136,7 @@ def test_a_run_goes_on_with_the_same_file_in_any_folder_and_with_no_other(pretra
     """Pictures by another come with a warning."""
     folder = pretrain(f"--import={brightness}", BRIGHTNESS)
     start_a_new_process()
-    with pytest.raises(UserError, match=r"run uses custom code: add --import brightness\.py "):
+    with refused(r"run uses custom code: add --import brightness\.py "):
         pretrain(BRIGHTNESS)
     assert "brightness" not in sys.modules
     (tmp_path / "elsewhere").mkdir()
@@ -145,7 +144,7 @@ def test_a_run_goes_on_with_the_same_file_in_any_folder_and_with_no_other(pretra
     assert pretrain(f"--import={brightness}", BRIGHTNESS) == folder
     start_a_new_process()
     brightness.write_text(brightness.read_text() + "\n# changed\n")
-    with pytest.raises(UserError, match=r"run is a run with another config: --import brightness\.py"):
+    with refused(r"run is a run with another config: --import brightness\.py"):
         pretrain(f"--import={brightness}", BRIGHTNESS)
     words = [f"--encoder={folder}", "--pictures=[filters]", "--precision=fp32"]
     visualize.main([f"--import={brightness}", *words])
@@ -170,10 +169,10 @@ def test_all_imports_of_a_run_count(pretrain, brightness, tmp_path):
     words = [f"--import={brightness}", f"--import={tmp_path / 'mine.py'}", "--objective.name=mine", "--run.steps=1"]
     folder = pretrain(*words)
     assert sorted(path.name for path in (folder / "imports").iterdir()) == ["brightness.py", "mine.py"]
-    with pytest.raises(UserError, match=r"--import second\.py"):
+    with refused(r"--import second\.py"):
         pretrain(*words, f"--import={tmp_path / 'second.py'}")
     start_a_new_process()
-    with pytest.raises(UserError, match=r"add --import mine\.py"):
+    with refused(r"add --import mine\.py"):
         pretrain(words[0], "--objective.name=brightness", "--run.steps=1")
 
 
@@ -184,7 +183,7 @@ def test_a_branch_has_the_code_of_its_trunk(pretrain, brightness, tmp_path):
     assert (branch / "imports" / "brightness.py").read_bytes() == brightness.read_bytes()
     start_a_new_process()
     brightness.write_text(brightness.read_text() + "\n# changed\n")
-    with pytest.raises(UserError, match=r"trunk is a run with another config: --import brightness\.py"):
+    with refused(r"trunk is a run with another config: --import brightness\.py"):
         pretrain(*words, f"--run.branch_from={trunk}@1", dir=tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -196,7 +195,7 @@ def test_saved_code_is_never_run(finished_run, tmp_path):
     (run / "imports" / "mine.py").write_text(f"open({str(tmp_path / 'struck')!r}, 'w')\n")
     (run / "config.yaml").write_bytes((finished_run / "config.yaml").read_bytes())
     for command in (visualize, report):
-        with pytest.raises(UserError, match=r"uses custom code: add --import mine\.py"):
+        with refused(r"uses custom code: add --import mine\.py"):
             command.main([f"--encoder={run}"])
     assert not (tmp_path / "struck").exists()
 
@@ -211,7 +210,7 @@ def test_saved_code_is_never_run(finished_run, tmp_path):
     ],
 )
 def test_what_cannot_be_imported_is_named(words):
-    with pytest.raises(UserError, match=rf"--import.*{words[-1].removeprefix('--import').removeprefix('=')} failed"):
+    with refused(rf"--import.*{words[-1].removeprefix('--import').removeprefix('=')} failed"):
         parse(Config, words)
 
 
@@ -220,7 +219,7 @@ def test_a_file_that_hides_another_module_is_refused(tmp_path, name):
     """Also one that mpp imports later, as datasets."""
     file = tmp_path / f"{name}.py"
     file.write_text("")
-    with pytest.raises(UserError, match=rf"{name}\.py failed: .*rename the file"):
+    with refused(rf"{name}\.py failed: .*rename the file"):
         take_imports([f"--import={file}"])
     assert not imported and not import_words()
 
@@ -228,7 +227,7 @@ def test_a_file_that_hides_another_module_is_refused(tmp_path, name):
 def test_a_file_that_fails_is_named_and_may_be_mended_in_the_same_process(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("1 / 0\n")
-    with pytest.raises(UserError, match=r"mine\.py failed: .*division by zero"):
+    with refused(r"mine\.py failed: .*division by zero"):
         take_imports([f"--import={file}"])
     assert not imported and not import_words() and "mine" not in sys.modules
     file.write_text("import builtins\nbuiltins.times = getattr(builtins, 'times', 0) + 1\n")
@@ -277,7 +276,7 @@ def test_a_comparison_tells_results_of_changed_code_apart(brightness, tmp_path):
 def test_a_plan_that_is_read_without_its_code_is_refused(setting):
     """Its finished trainings would be taken for others, and its tables be written without them."""
     entry = EncoderEntry("own", "runs/own", train="pretrain", train_options={setting: "mine"})
-    with pytest.raises(UserError, match=rf"{setting} is mine; it must be .* registered by --import"):
+    with refused(rf"{setting} is mine; it must be .* registered by --import"):
         training_settings(entry, 0)
 
 
@@ -299,7 +298,7 @@ def test_a_file_that_changes_is_not_taken_for_the_new_one_and_loader_processes_s
     """A fork has the code of its parent: to edit a file does not end the run that trains with it."""
     take_imports([f"--import={brightness}"])
     brightness.write_text("1 / 0\n")
-    with pytest.raises(UserError, match=r"brightness\.py has changed since this process imported it"):
+    with refused(r"brightness\.py has changed since this process imported it"):
         take_imports([f"--import={brightness}"])
     notes = torch.zeros(2, 2, dtype=torch.int64)
     process = multiprocessing.get_context("fork").Process(target=start_worker, args=(notes, import_words(), 0))
@@ -323,7 +322,7 @@ def test_a_package_is_known_by_all_its_python_files(pretrain, tmp_path, monkeypa
     assert copies == {f"mypackage/{name}.py" for name in ("__init__", "deep/patterns", "deep/helpers")}
     start_a_new_process()
     (package / "deep" / "helpers.py").write_text("value = 2\n")
-    with pytest.raises(UserError, match=r"--import mypackage/deep/helpers\.py"):
+    with refused(r"--import mypackage/deep/helpers\.py"):
         pretrain(*words)
 
 
@@ -382,7 +381,7 @@ def test_a_mistake_is_mended_and_the_same_command_begins_anew(pretrain, tmp_path
     assert (folder / "imports" / "mine.py").read_text() == REGRESSION
     start_a_new_process()
     file.write_text(f"{REGRESSION}\n# changed\n")
-    with pytest.raises(UserError, match=r"another config: --import mine\.py"):
+    with refused(r"another config: --import mine\.py"):
         pretrain(*words)
 
 
@@ -400,7 +399,7 @@ WRONG_NETWORKS = {
 def test_a_network_that_cannot_train_or_be_exported_is_refused(pretrain, tmp_path, kind):
     change, message = WRONG_NETWORKS[kind]
     (tmp_path / "mine.py").write_text(f"{REGRESSION}\n{change}\n")
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         pretrain(f"--import={tmp_path / 'mine.py'}", "--objective.name=mine", "--network.name=mine")
 
 
@@ -417,7 +416,7 @@ def test_a_name_that_is_taken_is_refused(tmp_path, line):
     (tmp_path / "mine.py").write_text(REGRESSION)
     (tmp_path / "second.py").write_text(f"{REGRESSION.partition('OBJECTIVES[')[0]}\n{line}\n")
     name = line.split("'")[1]
-    with pytest.raises(UserError, match=rf"second\.py failed: .*\.\w+ {name} is already that of m"):
+    with refused(rf"second\.py failed: .*\.\w+ {name} is already that of m"):
         take_imports([f"--import={tmp_path / 'mine.py'}", f"--import={tmp_path / 'second.py'}"])
 
 
@@ -462,22 +461,22 @@ def test_an_encoder_of_an_import_is_loaded_with_it_and_refused_without(pretrain,
         "bare": r"mine_bare; it must be .*build_model_with_cfg",
     }
     for name, message in refused.items():
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             pretrain(f"--model.name=mine_{name}", dir=tmp_path / name, without="--model")
 
     start_a_new_process()
     registry._model_entrypoints.pop("mine_squares")
     for source in (folder, folder / "encoder"):
-        with pytest.raises(UserError, match=f"{folder} uses custom code: add --import mine.py "):
+        with refused(f"{folder} uses custom code: add --import mine.py "):
             mpp.load_encoder(source)
     alone = (folder / "encoder").rename(tmp_path / "published")
-    with pytest.raises(UserError, match="mine_squares"):
+    with refused("mine_squares"):
         mpp.load_encoder(alone)
 
 
 def test_a_run_is_not_resumed_without_its_code(pretrain, brightness):
     pretrain(f"--import={brightness}", BRIGHTNESS)
     start_a_new_process()
-    with pytest.raises(UserError, match=r"run uses custom code: add --import brightness\.py "):
+    with refused(r"run uses custom code: add --import brightness\.py "):
         pretrain(BRIGHTNESS)
     assert "brightness" not in sys.modules

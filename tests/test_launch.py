@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import Killed, kill_at, read_metrics
+from conftest import Killed, kill_at, read_metrics, refused
 
 import mpp.pretrain
 from mpp.config import RunConfig
@@ -130,7 +130,7 @@ def test_a_machine_that_others_cannot_reach_is_refused(monkeypatch, address, env
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
     if refused:
-        with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME is not set; .* leads to 127\.0\.1\.1"):
+        with refused(r"GLOO_SOCKET_IFNAME is not set; .* leads to 127\.0\.1\.1"):
             check_address()
     else:
         check_address()
@@ -163,7 +163,7 @@ def test_a_launcher_that_was_told_cpu_leaves_the_gpu_alone(monkeypatch):
 def test_processes_that_round_differently_are_refused(pretrain, monkeypatch):
     others = {"fp32": "bf16", "bf16": "fp32"}
     monkeypatch.setattr(start, "gather_object", lambda own: [*own, others.get(own[0], own[0])])
-    with pytest.raises(UserError, match=r"the processes compute in fp32 and in bf16; run\.precision must name one"):
+    with refused(r"the processes compute in fp32 and in bf16; run\.precision must name one"):
         pretrain("--optim.name=adam")
 
 

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import views_of
+from conftest import refused, views_of
 
 from mpp.config import DataConfig
 from mpp.data import workers
@@ -17,7 +17,6 @@ from mpp.data.loader import BatchLayout, FixedViewLoader, TrainingBatchSampler, 
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained, kill_workers, loader_processes
-from mpp.errors import UserError
 from mpp.pretrain import Pretraining
 from mpp.runtime import hardware
 
@@ -88,7 +87,7 @@ def test_shares_differ_by_one_image_at_most_and_fit():
 def test_a_global_batch_that_cannot_be_shared_out_is_an_error(images, batch_size, processes, words):
     """The last two where single images are refused."""
     BatchLayout.of(2 * processes, None, processes, 0).require_several("")
-    with pytest.raises(UserError, match=words):
+    with refused(words):
         BatchLayout.of(images, batch_size, processes, 0).require_several("")
 
 
@@ -169,7 +168,7 @@ def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loa
 
     monkeypatch.setattr(ImageDataset, "decode", deadly_decode)
     assert len(list(loader.batches(fine))) == 1
-    with pytest.raises(UserError, match=f"a loader process died .* while it read {name};"), deaths_explained():
+    with refused(f"a loader process died .* while it read {name};"), deaths_explained():
         list(loader.batches(deadly))
     kill_workers()
 

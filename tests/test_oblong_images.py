@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from conftest import refused
 from model_inputs import HALVES
 from torch import Tensor, nn
 
 import mpp
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import draw, stack
-from mpp.errors import UserError
 from mpp.features.metrics import nearest_visible
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
@@ -100,7 +100,7 @@ def test_other_tables_fit_their_own_oblong_alone(tmp_path, kind):
     source = exported(tmp_path, own, **settings)
     for size in ((2 * own[0], 2 * own[1]), own[::-1], (2 * own[0], own[1] // 2)):
         for load in load_ways(tmp_path, size, **settings):
-            with pytest.raises(UserError, match="fit this size alone"):
+            with refused("fit this size alone"):
                 load()
     for load in load_ways(tmp_path, own, **settings):
         loaded = load().state_dict()
@@ -118,5 +118,5 @@ def test_weights_of_other_patches_begin_an_oblong_encoder(tmp_path):
 
 
 def test_a_size_of_half_a_patch_is_refused(pretrain):
-    with pytest.raises(UserError, match="a multiple of the patch size"):
+    with refused("a multiple of the patch size"):
         pretrain("--model.img_size=[16,30]", "--model.patch_size=8")

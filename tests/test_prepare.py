@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from colours import save
-from conftest import dataset_of, encoded, picture
+from conftest import dataset_of, encoded, picture, refused
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
@@ -18,7 +18,7 @@ from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.data.decoding.decode import decode
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets, load_splits
-from mpp.errors import UnreadableImage, UserError
+from mpp.errors import UnreadableImage
 from mpp.prepare import NOTES_FOLDER, main, prepare_image
 from mpp.runtime.files import hold
 
@@ -137,7 +137,7 @@ def test_shards_of_other_settings_images_and_labels_are_not_mixed(tmp_path, monk
     for name, more in {**others, "labels": [], "images": [], "bytes": []}.items():
         if name not in others:
             write_table(file, [0, 1, 1, 1] if name == "labels" else [0, 1] * (2 + (name == "images")), name == "bytes")
-        with pytest.raises(UserError, match="begun with these settings and images"):
+        with refused("begun with these settings and images"):
             main([*arguments, *more])
 
 
@@ -157,7 +157,7 @@ def test_bad_settings_are_named(tmp_path, settings, words):
     save(tmp_path / "images" / "train" / "cat" / "1.png")
     save(tmp_path / "images" / "train" / "dog" / "1.png")
     images = tmp_path / "images"
-    with pytest.raises(UserError, match=words):
+    with refused(words):
         main([*options(images, tmp_path / "out"), *(word.format(images) for word in settings)])
     assert not [*tmp_path.rglob("*.parquet")] or "bands" in settings[0]
 
@@ -179,7 +179,7 @@ def test_splits_keep_their_names_or_are_refused(tmp_path, splits, read_as):
     (images / "metadata.csv").write_text("\n".join(["file_name,split", *lines]))
     arguments = [f"--data.path={images}", f"--out={out}", "--workers=1"]
     if isinstance(read_as, str):
-        with pytest.raises(UserError, match=f"would be read as {read_as}; it must be splits"):
+        with refused(f"would be read as {read_as}; it must be splits"):
             main(arguments)
         assert not (out / "data").exists()
     else:
@@ -188,7 +188,7 @@ def test_splits_keep_their_names_or_are_refused(tmp_path, splits, read_as):
 
 
 def test_one_command_a_folder(folder, tmp_path):
-    with hold(tmp_path / "out", "out"), pytest.raises(UserError, match=r"out is .*, which another process is writing"):
+    with hold(tmp_path / "out", "out"), refused(r"out is .*, which another process is writing"):
         main(options(folder, tmp_path / "out"))
 
 

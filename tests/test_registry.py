@@ -7,7 +7,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 from comparisons import write_cats_and_dogs
-from conftest import ROOT
+from conftest import ROOT, refused
 
 from evaluation import cli, compare, registry
 from evaluation.frozen.features import LabelledFeatures
@@ -15,7 +15,6 @@ from evaluation.frozen.results import write_json
 from evaluation.metrics.scoring import load_outcomes
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import flatten, imports
-from mpp.errors import UserError
 
 
 @pytest.mark.parametrize("evaluation", EVALUATIONS.values(), ids=EVALUATIONS)
@@ -30,7 +29,7 @@ def test_an_evaluation_has_a_command_a_config_and_a_line_of_help(evaluation):
 
 def test_a_name_is_given_once():
     other = Evaluation("knn", "elsewhere", "elsewhere.Config", "frozen features", "another kNN")
-    with pytest.raises(UserError, match=r"evaluation knn is already that of evaluation\.knn; choose another name"):
+    with refused(r"evaluation knn is already that of evaluation\.knn; choose another name"):
         registry.register(other)
 
 
@@ -102,7 +101,7 @@ FEATURES = LabelledFeatures(np.zeros((4, 3)), LABELS, np.zeros((4, 3)), LABELS)
 )
 def test_predictions_that_are_no_classes_are_refused(predicted, given):
     """Each would count as the next class: 1.3 and 1 as class 2."""
-    with pytest.raises(UserError, match=f"^the array of an evaluation's predictions is {given}"):
+    with refused(f"^the array of an evaluation's predictions is {given}"):
         FEATURES.outcomes(predicted)
 
 

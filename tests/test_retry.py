@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from colours import save
-from conftest import encoded, picture, read_metrics, weights_of
+from conftest import encoded, picture, read_metrics, refused, weights_of
 
 from mpp.config import DataConfig
 from mpp.data import retry
@@ -18,7 +18,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.remote import from_a_server
 from mpp.data.retry import read_with_retries
 from mpp.data.views import ViewDataset
-from mpp.errors import ReadFailed, UnreadableImage, UserError
+from mpp.errors import ReadFailed, UnreadableImage
 from mpp.training.checkpoint import kept_steps
 from mpp.training.loop import MIN_IMAGES, RECENT_IMAGES, Loop, refuse_undecodable
 
@@ -152,7 +152,7 @@ def test_most_of_the_latest_images_count_and_not_the_whole_life():
     batches = refuse_undecodable(itertools.chain([fake_batch(64, 0)] * 2000, itertools.repeat(fake_batch(64, 100))))
     for _ in range(2000 + RECENT_IMAGES // 164 - 1):
         next(batches)
-    with pytest.raises(UserError, match=rf"\d+ of the last {RECENT_IMAGES} images cannot be decoded, such as 99.png"):
+    with refused(rf"\d+ of the last {RECENT_IMAGES} images cannot be decoded, such as 99.png"):
         for _ in range(2):
             next(batches)
 
@@ -162,7 +162,7 @@ def test_nothing_is_made_up_where_no_image_can_be_decoded(tmp_path):
     images = datasets.Features({"image": datasets.Image(decode=False)})
     dataset = ImageDataset(datasets.Dataset.from_dict({"image": cells}, images), "image", None, "train")
     views = ViewDataset(dataset, DataConfig(workers=0), 16)
-    with pytest.raises(UserError, match=r"65 images in a row cannot be decoded, such as 7.png: no image file"):
+    with refused(r"65 images in a row cannot be decoded, such as 7.png: no image file"):
         views[0, 7]
     cells[5]["bytes"] = encoded(picture())
     dataset.rows = datasets.Dataset.from_dict({"image": cells}, images)

@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import dataset_of, encoded, picture, views_of
+from conftest import dataset_of, encoded, picture, refused, views_of
 from image_files import write_tar
 
 from mpp.config import DataConfig, ImagesConfig, SourceConfig
@@ -74,7 +74,7 @@ def test_a_folder_of_images_is_cut_and_chosen_from_by_seeds(image_folder, capsys
     assert train.choose(None, seed=0) is train.choose(9, seed=0) is train
     one, other = train.select(np.arange(2)).cut(0.1, 0, "held out")
     assert len(one) == len(other) == 1
-    with pytest.raises(UserError, match="too few to hold 1 out"):
+    with refused("too few to hold 1 out"):
         one.cut(0.1, 0, "held out")
 
 
@@ -193,7 +193,7 @@ def test_sets_of_shards_that_are_not_whole_are_named(tmp_path, capsys, names, sa
 def test_a_card_says_what_the_splits_are(image_folder):
     write_card(image_folder, train="cat/*", mine="dog/*")
     assert sizes_of_splits(image_folder) == {"train": 6, "mine": 6}
-    with pytest.raises(UserError, match=r"data\.path holds image files, no shards: leave out data\.streaming"):
+    with refused(r"data\.path holds image files, no shards: leave out data\.streaming"):
         load_splits(DataConfig(path=str(image_folder)), streaming=True)
 
 
@@ -229,7 +229,7 @@ def test_tables_of_two_splits_keep_their_classes_and_those_of_one_that_differ_ar
     for streaming, (column, table) in enumerate(others.items()):
         table.to_parquet(tmp_path / "train-2.parquet")
         refused = rf"^{tmp_path}/train-2\.parquet has {column} otherwise than {tmp_path}/train-0\.parquet"
-        with pytest.raises(UserError, match=refused):
+        with refused(refused):
             load_splits(DataConfig(path=str(tmp_path)), bool(streaming))
 
 
@@ -279,7 +279,7 @@ def test_the_hub_is_announced_at_once_and_its_error_names_the_folder_that_was_me
     monkeypatch.chdir(tmp_path)
     announce_hub_lookup(ImagesConfig(path="photo"))
     assert "looking for it on the hub" in capsys.readouterr().out
-    with pytest.raises(UserError, match=rf"cannot be loaded: .* \(and {tmp_path} has no such folder or file\)"):
+    with refused(rf"cannot be loaded: .* \(and {tmp_path} has no such folder or file\)"):
         load_splits(DataConfig(path="my photos"))
 
 
@@ -287,7 +287,7 @@ def test_offline_nothing_is_waited_for(monkeypatch):
     for name in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{name}.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("mpp.data.retry.time.sleep", None)
-    with pytest.raises(UserError, match=r"data.path owner/nothing \(not a file or folder in .*\) cannot be read"):
+    with refused(r"data.path owner/nothing \(not a file or folder in .*\) cannot be read"):
         load_image_datasets(DataConfig(path="owner/nothing"))
 
 
