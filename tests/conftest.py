@@ -162,7 +162,7 @@ def trained(finished_run, tmp_path):
 
 
 @contextmanager
-def refused(words: str, kind: type[Exception] = UserError) -> Iterator[pytest.ExceptionInfo]:
+def refused(words: str | None = None, kind: type[Exception] = UserError) -> Iterator[pytest.ExceptionInfo]:
     """What is done here ends with an error of one line, in which this pattern is found."""
     with pytest.raises(kind, match=words) as error:
         yield error
@@ -364,6 +364,13 @@ def views_of(dataset, **settings):
     from mpp.data.views import ViewDataset
 
     return ViewDataset(dataset, DataConfig(**settings), 32, 0, CorruptionConfig(), grid=(4, 4))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of derived data, which is not there yet, in an empty cache of the `datasets` library."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache" / f"mpp_{os.getuid()}"
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def decode_with(image: bytes | np.ndarray, **settings) -> Tensor:
     return decode(image, ImagesConfig(**settings))
 
 
-def unreadable(words: str):
+def unreadable(words: str | None = None):
     """An image is refused with these words."""
     return refused(words, UnreadableImage)
 
@@ -48,11 +48,15 @@ def packed_tiff(pixels: np.ndarray, bits: int, **options) -> bytes:
         pixels: of an unsigned type that holds the numbers; their first dimension is the rows.
         options: see `tiff`.
     """
+    about = {"shape": pixels.shape, "dtype": pixels.dtype, "bitspersample": bits, "rowsperstrip": len(pixels)}
+    return tiff(iter([packed_rows(pixels, bits).tobytes()]), **about, **options)
+
+
+def packed_rows(pixels: np.ndarray, bits: int) -> np.ndarray:
+    """The numbers of each row, bit by bit."""
     numbers = pixels.astype(">u2").reshape(len(pixels), -1, 1)
     digits = np.unpackbits(numbers.view(np.uint8), axis=2)[..., -bits:]
-    rows = np.packbits(digits.reshape(len(pixels), -1), axis=1)
-    about = {"shape": pixels.shape, "dtype": pixels.dtype, "bitspersample": bits, "rowsperstrip": len(pixels)}
-    return tiff(iter([rows.tobytes()]), **about, **options)
+    return np.packbits(digits.reshape(len(pixels), -1), axis=1)
 
 
 def j2k(pixels: np.ndarray) -> bytes:
