@@ -8,6 +8,7 @@ import pytest
 import tifffile
 import timm
 import torch
+from classified_images import FAST
 from conftest import TINY, read_metrics, refused, weights_of
 from PIL import Image
 from server import Command
@@ -32,7 +33,6 @@ from mpp.objectives import build_objective, patches_at
 
 QUICK = ("--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8")
 SMALL = ("--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", "--run.report=false")
-FAST = ("--data.workers=0", "--precision=fp32", "--threads=1")
 KINDS = {
     "rope": ["--model.position=rope"],
     "relative_bias, axial": ["--model.position=relative_bias", "--model.mixing=axial"],
