@@ -10,7 +10,6 @@ import os
 import tarfile
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import webdataset
-from colours import colour, in_train, kind_of, load, save, seen
+from colours import colour, in_train, kind_of, load, save, seen, splits_of, write
 from conftest import refused
 from file_names import ACUTE, CLASS_NAMES, DECOMPOSED, FILE_NAMES
 from hypothesis import given, settings
@@ -29,13 +28,13 @@ from image_files import decode_with, tar, write_tar
 from torchvision.datasets import ImageFolder
 
 from evaluation.config.frozen import MaskedDataConfig, ProbeDataConfig
-from mpp.config import DataConfig, ImagesConfig
+from mpp.config import ImagesConfig
 from mpp.data.folder import walk
 from mpp.data.lists import list_images, read_list
 from mpp.data.sources import load_splits
 
-FEW = settings(max_examples=12, deadline=None, derandomize=True)
-QUICK = settings(max_examples=30, deadline=None, derandomize=True)
+FEW = settings(max_examples=12, derandomize=True)
+QUICK = settings(max_examples=30, derandomize=True)
 TEXTS = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=6)
 LABELS = (
     st.sampled_from(["NA", "None", "null", "nan", "", " ", "-1", "01", "1", "a;b", "a,b", '"', "a\nb", "é"]) | TEXTS
@@ -43,18 +42,7 @@ LABELS = (
 """Cells of a table."""
 
 
-def write(root: Path, files: dict[str, int | str | bytes]) -> Path:
-    """Files by their names: images of a colour by its number, and texts."""
-    for name, content in files.items():
-        if isinstance(content, int):
-            save(root / name, content)
-        else:
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return root
-
-
-def samples(numbers, end: str = "png", form: str = "PNG", key: str = "{:06d}") -> list[tuple[str, bytes]]:
+def samples(numbers, end: str = "png", form: str = "PNG", key: str = "{:06d}"):
     """Images of three colours with their classes as `cls`."""
     members = []
     for number in numbers:
@@ -80,7 +68,7 @@ class Layout(NamedTuple):
     settings: Mapping[str, str] = MappingProxyType({})
 
 
-def table(*rows: str) -> dict[str, str]:
+def table(*rows: str):
     """A list of images."""
     return {"labels.csv": LIST + "".join(f"{row}\n" for row in rows)}
 
@@ -237,7 +225,7 @@ REFUSED = {
 }
 
 
-def lay_out(layout: Layout, folder: Path) -> dict[str, int]:
+def lay_out(layout: Layout, folder: Path):
     """Write the files of a layout; name -> colour of its images."""
     colours = {name: number for number, name in enumerate(layout.images.split())}
     write(folder, {**colours, **layout.others})
@@ -343,16 +331,6 @@ def link_all(folder: Path, links: dict[str, str]) -> None:
         (folder / link).symlink_to(place)
 
 
-def test_the_order_of_a_file_system_does_not_matter(tmp_path, monkeypatch):
-    for number in range(40):
-        save(tmp_path / "data" / f"{number % 3}" / f"{number}.png", number % 3)
-    (tmp_path / "data" / "x").symlink_to(tmp_path / "data" / "1")
-    expected = walk(str(tmp_path / "data"))
-    scandir = os.scandir
-    monkeypatch.setattr("mpp.data.folder.os.scandir", lambda path: nullcontext(iter([*scandir(path)][::-1])))
-    assert walk(str(tmp_path / "data")) == expected
-
-
 # lists ----------------------------------------------------------------------------------------------------------------
 
 
@@ -413,17 +391,16 @@ def test_a_list_anywhere(tmp_path, place, absolute):
 # tar shards -----------------------------------------------------------------------------------------------------------
 
 
-def indexed(path: Path | str, **config) -> dict[str, tuple[int, str | None]]:
+def indexed(path: Path | str, **config):
     """The images of shards: name in its shard -> what it shows, and its label."""
     return {name.partition(".tar: ")[2]: image for name, image in in_train(path, **config).items()}
 
 
-def streamed(path: Path | str, **config) -> dict[str, tuple[int, str | None]]:
+def streamed(path: Path | str, **config):
     """The same of a stream."""
-    config = DataConfig(path=str(path), streaming=True, **config)
-    (stream,) = load_splits(config, streaming=True).values()
+    (stream,) = splits_of(path, streaming=True, **config).values()
     return {
-        row["image"]["path"]: (kind_of(decode_with(row["image"]["bytes"])), row[config.label_column or "label"])
+        row["image"]["path"]: (kind_of(decode_with(row["image"]["bytes"])), row[config.get("label_column", "label")])
         for row in stream
     }
 
@@ -482,7 +459,7 @@ def test_the_image_and_the_label_of_a_sample(tmp_path, look, name):
 def test_a_picture_of_several_is_chosen_by_its_ending(tmp_path):
     members = [("0.a.png", colour(0)), ("0.b.png", colour(1)), ("0.cls", b"x"), ("1.b.png", colour(2))]
     write(tmp_path, {"train.tar": tar(members)})
-    rows = load_splits(DataConfig(path=str(tmp_path), image_column="b.png"))["train"]
+    rows = splits_of(tmp_path, image_column="b.png")["train"]
     assert rows.column_names == ["b.png", "label"] and rows["label"][:] == ["x", None]
 
 
@@ -526,7 +503,7 @@ def test_held_out_labels_of_another_name_leave_the_folders_of_training(tmp_path)
 )
 def test_words_in_names_of_shards_are_splits(tmp_path, shard, split):
     write(tmp_path, {shard: tar(samples(range(2)))})
-    ((found, rows),) = load_splits(ImagesConfig(path=str(tmp_path)), streaming=True).items()
+    ((found, rows),) = splits_of(tmp_path, streaming=True).items()
     assert found == split and sum(1 for _ in rows) == 2
 
 
@@ -572,6 +549,6 @@ def test_links_in_shards_and_compressed_ones_are_refused(tmp_path):
 def test_images_are_read_where_they_stand(tmp_path):
     """In their shard: nothing is copied."""
     write(tmp_path, {"train.tar": tar(samples(range(3)))})
-    rows = load_splits(ImagesConfig(path=str(tmp_path)))["train"]
+    rows = splits_of(tmp_path)["train"]
     assert all(cell["bytes"] is None for cell in rows["image"])
     assert {cell["path"].split("::")[0] for cell in rows["image"]} == {f"tar://{tmp_path}/train.tar"}
