@@ -1,10 +1,10 @@
 """Crops: torchvision's inception crop and RandAugment, timm's centre crop, of oblong images too."""
 
-from contextlib import contextmanager
+import math
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from conftest import picture
@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
-from mpp.config import DataConfig
+from mpp.config import DataConfig, resized_side
 from mpp.data.crops import MAX_RELATIVE_ASPECT, augment, centre_crop, crop_box, random_crop
 from mpp.models.descriptions import timm_crop_pct
 from mpp.runtime.randomness import Stream, random_words
@@ -103,26 +103,16 @@ def test_randaugment_is_torchvisions_and_a_function_of_the_sample():
 # --- the fixed view ---
 
 
-@contextmanager
 def watched_resizes():
-    """The images that are resized while it is open."""
-    resize = functional.resize
-    resized = []
-
-    def watched_resize(*args, **options):
-        resized.append(resize(*args, **options))
-        return resized[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "resize", watched_resize)
-        yield resized
+    """While it is open: the calls that resize images."""
+    return patch.object(functional, "resize", wraps=functional.resize)
 
 
 def test_a_line_of_pixels_is_not_resized_to_gigabytes():
     line = torch.arange(64_000).remainder(251).to(torch.uint8).expand(3, 1, -1)
-    with watched_resizes() as resized:
+    with watched_resizes() as resize:
         shown = [centre_crop(line, 32, 1.0), centre_crop(line.transpose(1, 2), 32, 1.0).transpose(1, 2)]
-    assert [image.numel() for image in resized] == [3 * 32 * 32 * 16] * 2
+    assert [math.prod(call.args[1]) for call in resize.call_args_list] == [32 * 32 * 16] * 2
     middle = line[:, :, 31_999:32_001]  # 32 of 2,048,000 columns show these
     for view in shown:
         assert middle.min() <= view.min() and view.max() <= middle.max()
@@ -132,18 +122,6 @@ def test_a_line_of_pixels_is_not_resized_to_gigabytes():
 
 SHARES = st.sampled_from([0.875, 0.9, 0.95, 1.0]) | st.floats(0.25, 1.0)
 IMAGE_SIZES = st.tuples(st.integers(30, 120), st.integers(30, 120))
-
-
-def views(pixels: np.ndarray, size, share: float, crop_pct: float):
-    """Our fixed view and timm's, and the sizes to which they resize the image."""
-    with watched_resizes() as resized:
-        ours = centre_crop(as_tensor(pixels), size, share)
-    transform = create_transform(
-        (3, *size), crop_pct=crop_pct, is_training=False, interpolation="bilinear", mean=(0, 0, 0), std=(1, 1, 1)
-    )
-    image = Image.fromarray(pixels)
-    theirs = transform.transforms[0](image)
-    return [(ours, list(resized[0].shape[-2:])), (transform(image) * 255, [theirs.height, theirs.width])]
 
 
 OBLONG = st.tuples(st.integers(1, 24), st.integers(1, 24)).map(lambda patches: (8 * patches[0], 8 * patches[1]))
@@ -162,10 +140,25 @@ def test_the_held_out_view_is_timms(size, share, image_size):
     assume(1 / MAX_RELATIVE_ASPECT < relative_aspect < MAX_RELATIVE_ASPECT)  # longer images are cut first
     pixels = np.random.default_rng(0).integers(0, 256, (*image_size, 3), dtype=np.uint8)
     crop_pct = timm_crop_pct(size if size[0] != size[1] else size[0], share)
-    (ours, resized), (theirs, their_size) = views(pixels, size, share, crop_pct)
-    assert resized == their_size
+    with watched_resizes() as resize:
+        ours = centre_crop(as_tensor(pixels), size, share)
+    resized = list(resize.call_args.args[1])
+    transform = create_transform(
+        (3, *size), crop_pct=crop_pct, is_training=False, interpolation="bilinear", mean=(0, 0, 0), std=(1, 1, 1)
+    )
+    image = Image.fromarray(pixels)
+    assert [*transform.transforms[0](image).size[::-1]] == resized
+    theirs = transform(image) * 255
     exact = F.interpolate(as_tensor(pixels)[None].double(), resized, mode="bilinear", antialias=True)[0]
     for view in (ours, theirs):
         assert (view - functional.center_crop(exact, list(size))).abs().max() <= 1.01
     if size[0] == size[1]:
         assert torch.equal(centre_crop(as_tensor(pixels), size, crop_pct), ours)
+
+
+@given(st.integers(8, 512), st.floats(0.05, 1.0))
+def test_the_crop_that_timm_gets_leaves_the_held_out_view_as_it_is(side, share):
+    crop_pct = timm_crop_pct(side, share)
+    length = resized_side(side, share)
+    assert math.floor(side / crop_pct) == length == resized_side(side, crop_pct)
+    assert (crop_pct == share) == (math.floor(side / share) == length)
