@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset
-from mpp.data.sources import load_image_datasets
+from mpp.data.sources import load_image_datasets, load_splits
 
 COLOURS = np.array([(200, 30, 30), (30, 200, 30), (30, 30, 200), (200, 200, 30), (30, 200, 200), (200, 30, 200)])
 CATS_AND_DOGS = ["cat", "dog"]
@@ -27,6 +27,16 @@ def colour(kind: int, form: str = "PNG") -> bytes:
     return encoded(np.tile(COLOURS[kind].astype(np.uint8), (8, 8, 1)), form)
 
 
+def write(root: Path, files: dict[str, int | str | bytes]) -> Path:
+    """Files by their names: images of a colour by its number, and texts."""
+    for name, content in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = colour(content) if isinstance(content, int) else content
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
 def save(file: Path | str, kind: int = 0, form: str = "PNG") -> None:
     """Write such an image, and the folders that it is in."""
     os.makedirs(os.path.dirname(file), exist_ok=True)
@@ -35,9 +45,7 @@ def save(file: Path | str, kind: int = 0, form: str = "PNG") -> None:
 
 def save_classes(root: Path, names: Iterable[str], count: int = 2) -> None:
     """Folders of so many images, of a colour each."""
-    for kind, name in enumerate(names):
-        for number in range(count):
-            save(root / name / f"{number}.png", kind)
+    write(root, {f"{name}/{number}.png": kind for kind, name in enumerate(names) for number in range(count)})
 
 
 def kind_of(image: Tensor) -> int:
@@ -57,6 +65,11 @@ class Seen(NamedTuple):
 def load(path: Path | str, **settings) -> tuple[ImageDataset, ImageDataset]:
     """The images of a place to train on, and the held-out ones."""
     return load_image_datasets(DataConfig(path=str(path), **settings))
+
+
+def splits_of(path: Path | str, streaming: bool = False, **settings) -> dict:
+    """The rows of each split of a place."""
+    return load_splits(DataConfig(path=str(path), **settings), streaming)
 
 
 def seen(path: Path | str, **settings) -> dict[str, dict[str, Seen]]:

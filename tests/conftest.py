@@ -11,6 +11,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -18,6 +20,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from PIL import Image
+
+from mpp.errors import UserError
 
 pytest_plugins = ("classified_images",)
 settings.register_profile("unhurried", deadline=None)  # a busy machine fails no test
@@ -155,6 +159,14 @@ def finished_run(tmp_path_factory):
 def trained(finished_run, tmp_path):
     """A copy of it, as if `pretrain()` had been called."""
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+@contextmanager
+def refused(words: str | None = None, kind: type[Exception] = UserError) -> Iterator[pytest.ExceptionInfo]:
+    """What is done here ends with an error of one line, in which this pattern is found."""
+    with pytest.raises(kind, match=words) as error:
+        yield error
+    assert "\n" not in str(error.value)
 
 
 class Killed(BaseException):
@@ -352,6 +364,13 @@ def views_of(dataset, **settings):
     from mpp.data.views import ViewDataset
 
     return ViewDataset(dataset, DataConfig(**settings), 32, 0, CorruptionConfig(), grid=(4, 4))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of derived data, which is not there yet, in an empty cache of the `datasets` library."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache" / f"mpp_{os.getuid()}"
 
 
 @pytest.fixture

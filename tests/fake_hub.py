@@ -47,6 +47,7 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", urlsplit(os.environ["HF_ENDPOINT"]).port), FakeHubHandler)
         self.root = root
+        self.birds = root / "somebody" / "birds"
         self.lock = threading.Lock()
         self.faults: dict[str, Fault] = {}
         """Pattern of request lines ("GET /...") -> their fault; the first that matches counts."""
@@ -62,11 +63,10 @@ class FakeHub(ThreadingHTTPServer):
                 if re.search(pattern, line):
                     if fault.passed:
                         fault.passed -= 1
-                        return None
-                    if not fault.times:
-                        return None
-                    fault.times -= 1
-                    return fault
+                    elif fault.times:
+                        fault.times -= 1
+                        return fault
+                    break
         return None
 
     def handle_error(self, *_):
@@ -121,39 +121,32 @@ class FakeHubHandler(BaseHTTPRequestHandler):
         has_token = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if kind == "disabled":
             self.send(b"{}", 403, X_Error_Message="Access to this resource is disabled.")
-            return True
-        if kind == "gated" and "api" not in self.path and not has_token:
+        elif kind == "gated" and "api" not in self.path and not has_token:
             self.send(b"{}", 401, X_Error_Code="GatedRepo", X_Error_Message=f"Access to {name} is restricted.")
-            return True
-        return False
+        else:
+            return False
+        return True
 
     def find_commit(self, name: str, revision: str | None) -> tuple[str, Path]:
         """The commit of a revision, and its folder."""
-        commit = str(revision)
         main = self.server.root / name / "main"
-        if revision in (None, "main") and main.exists():
-            commit = main.read_text()
-        return commit, self.server.root / name / commit
+        commit = main.read_text() if revision in (None, "main") and main.exists() else str(revision)
+        return commit, main.with_name(commit)
 
     def send_file(self, name: str, revision: str, inside: str) -> None:
         commit, folder = self.find_commit(name, revision)
         if not (folder / inside).is_file():
             return self.send(b"{}", 404, X_Error_Code="EntryNotFound")
         data = (folder / inside).read_bytes()
-        headers = {
-            "X_Repo_Commit": commit,
-            "Accept_Ranges": "bytes",
-            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-        }
+        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        headers = {"X_Repo_Commit": commit, "Accept_Ranges": "bytes", "ETag": etag}
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if span is None:
             return self.send(data, **headers)
         first = int(span[1])
-        last = len(data) - 1
-        if span[2]:
-            last = min(int(span[2]), last)
-        headers["Content_Range"] = f"bytes {first}-{last}/{len(data)}"
-        return self.send(data[first : last + 1], 206, **headers)
+        part = data[first : int(span[2] or len(data)) + 1]
+        headers["Content_Range"] = f"bytes {first}-{first + len(part) - 1}/{len(data)}"
+        return self.send(part, 206, **headers)
 
     def send_description(self, name: str, kind: str | None, revision: str | None, inside: str, body: str) -> None:
         """Send the answer of the API about a dataset or some of its files.

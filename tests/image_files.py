@@ -11,10 +11,12 @@ from pathlib import Path
 import imagecodecs
 import numpy as np
 import tifffile
+from conftest import refused
 from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.decode import decode
+from mpp.errors import UnreadableImage
 
 JFIF_END = 20
 """Bytes of the first marker and the first segment of PIL's JPEGs."""
@@ -25,6 +27,11 @@ PNG_HEADER, PNG_END = 33, 12
 def decode_with(image: bytes | np.ndarray, **settings) -> Tensor:
     """An image as pixels (C, H, W); `settings` are those of `data`."""
     return decode(image, ImagesConfig(**settings))
+
+
+def unreadable(words: str | None = None):
+    """An image is refused with these words."""
+    return refused(words, UnreadableImage)
 
 
 def tiff(pixels: np.ndarray | Iterator[bytes], **options) -> bytes:
@@ -41,11 +48,15 @@ def packed_tiff(pixels: np.ndarray, bits: int, **options) -> bytes:
         pixels: of an unsigned type that holds the numbers; their first dimension is the rows.
         options: see `tiff`.
     """
+    about = {"shape": pixels.shape, "dtype": pixels.dtype, "bitspersample": bits, "rowsperstrip": len(pixels)}
+    return tiff(iter([packed_rows(pixels, bits).tobytes()]), **about, **options)
+
+
+def packed_rows(pixels: np.ndarray, bits: int) -> np.ndarray:
+    """The numbers of each row, bit by bit."""
     numbers = pixels.astype(">u2").reshape(len(pixels), -1, 1)
     digits = np.unpackbits(numbers.view(np.uint8), axis=2)[..., -bits:]
-    rows = np.packbits(digits.reshape(len(pixels), -1), axis=1)
-    about = {"shape": pixels.shape, "dtype": pixels.dtype, "bitspersample": bits, "rowsperstrip": len(pixels)}
-    return tiff(iter([rows.tobytes()]), **about, **options)
+    return np.packbits(digits.reshape(len(pixels), -1), axis=1)
 
 
 def j2k(pixels: np.ndarray) -> bytes:

@@ -6,52 +6,41 @@ import multiprocessing
 import os
 from pathlib import Path
 
-import datasets
 import pytest
-from colours import CATS_AND_DOGS, save, save_classes
-from conftest import run_command
+from colours import CATS_AND_DOGS, save, save_classes, splits_of
+from conftest import refused, run_command
 
-from mpp.config import ImagesConfig
 from mpp.data import caches
 from mpp.data.caches import cached
-from mpp.data.sources import load_splits
-from mpp.errors import UserError
 
 context = multiprocessing.get_context("fork")
 SOON = 60  # seconds
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Where such folders lie."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path / "cache" / f"mpp_{os.getuid()}"
-
-
-def start(act, count: int = 2) -> list:
-    """What `act` returns in processes that one launcher starts together."""
+def start(act):
+    """What `act` returns in two processes that one launcher starts together."""
 
     def run(rank: int) -> None:
         atexit._clear()  # what the tests have registered
-        os.environ |= {"WORLD_SIZE": str(count), "RANK": str(rank), "MASTER_PORT": "29500"}
+        os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_PORT": "29500"}
         together.wait(SOON)
-        results.put((rank, act()))
+        results.put(act())
         together.wait(SOON)
         atexit._run_exitfuncs()
 
-    results, together = context.Queue(), context.Barrier(count)
-    processes = [context.Process(target=run, args=(rank,)) for rank in range(count)]
+    results, together = context.Queue(), context.Barrier(2)
+    processes = [context.Process(target=run, args=(rank,)) for rank in range(2)]
     for process in processes:
         process.start()
-    by_rank = dict(results.get(timeout=SOON) for _ in processes)
+    found = [results.get(timeout=SOON) for _ in processes]
     for process in processes:
         process.join(SOON)
         assert process.exitcode == 0
-    return [by_rank[rank] for rank in range(count)]
+    return found
 
 
 def paths(path: Path) -> list[str]:
-    return [cell["path"] for rows in load_splits(ImagesConfig(path=str(path))).values() for cell in rows["image"]]
+    return [cell["path"] for rows in splits_of(path).values() for cell in rows["image"]]
 
 
 # --- listings of folders of images ---
@@ -138,7 +127,7 @@ def test_a_cache_that_cannot_be_used_or_trusted_is_named(cache, problem):
     def fail(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(UserError, match=r"HF_DATASETS_CACHE: .* cannot be written"):
+    with refused(r"HF_DATASETS_CACHE: .* cannot be written"):
         cached("key", fail)
     assert not (cache / "key").exists()
 

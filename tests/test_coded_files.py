@@ -5,18 +5,23 @@ heif-convert, avifdec, djxl and opj_decompress. The HEIC files that are turned a
 have a property that turns them, EXIF that says the same, and a place. The name has the bits of the values.
 """
 
+import io
 from pathlib import Path
 
 import imagecodecs
 import numpy as np
 import pytest
 import torch
+from colours import load
 from conftest import encoded, picture
-from image_files import decode_with, write_tar
+from image_files import JFIF_END, decode_with, exif, segment, unreadable, with_chunk, write_tar
+from PIL import Image, ImageOps
+from torch import Tensor
 
 from mpp.config import DataConfig
-from mpp.data.sources import load_image_datasets
+from mpp.data.decoding.channels import LUMA_WEIGHTS
 from mpp.errors import UnreadableImage
+from mpp.features.frozen import to_pixels
 
 CODED = Path(__file__).parent / "coded"
 RGB = picture(0)  # 40 x 48
@@ -74,16 +79,16 @@ def test_too_large_jpeg_xl_is_not_decoded(monkeypatch):
     """Its header has sides in many forms."""
     monkeypatch.setattr("imagecodecs.jpegxl_decode", None)
     for height, width in ((40, 48), (40, 64), (300, 40), (30, 45)):
-        with pytest.raises(UnreadableImage, match=f"{height} x {width} pixels are more than data.max_pixels"):
+        with unreadable(f"{height} x {width} pixels are more than data.max_pixels"):
             decode_with(jxl(np.zeros((height, width, 3), np.uint8)), max_pixels=1000)
-    with pytest.raises(UnreadableImage, match="pixels are more than"):
+    with unreadable("pixels are more than"):
         decode_with(read("turned_6.jxl"), max_pixels=1000)
 
 
 def test_opacity_of_10_bits_in_jpeg_xl_is_refused():
     deep = np.random.default_rng(0).integers(0, 1024, (40, 48, 3), dtype=np.uint16)
     opaque = jxl(np.concatenate([deep, np.full_like(deep[..., :1], 1023)], -1))
-    with pytest.raises(UnreadableImage, match="opacity"):
+    with unreadable("opacity"):
         decode_with(opaque, range=(0, 1023))
     decoded = decode_with(opaque, range=(0, 1023), bands=(1, 2, 3))
     np.testing.assert_allclose(decoded.permute(1, 2, 0), deep * (255 / 1023), rtol=1e-5)
@@ -123,7 +128,7 @@ def save_tar(folder: Path) -> None:
 @pytest.mark.parametrize("save, of_heic", [(save_phone, 4), (save_tar, 1)])
 def test_content_decides_and_an_absent_decoder_is_named(tmp_path, without_module, capsys, save, of_heic):
     save(tmp_path)
-    parts = load_image_datasets(DataConfig(path=str(tmp_path), eval_split=None, eval_fraction=0.25))
+    parts = load(tmp_path, eval_fraction=0.25)
     assert [len(part) for part in parts] == [3, 1]
     if save is save_phone:
         assert parts[0].decode(0, DataConfig()).shape == (3, 45, 37)
@@ -138,3 +143,68 @@ def test_content_decides_and_an_absent_decoder_is_named(tmp_path, without_module
                 assert "HEIC files need pi-heif: pip install pi-heif" in str(error)
                 unreadable += 1
     assert unreadable == of_heic
+
+
+# --- every decoder turns an image as PIL.ImageOps.exif_transpose does, once, wherever its orientation is written ---
+
+
+CORNERS = np.array([[20, 90], [160, 240]], np.uint8).repeat(16, 0).repeat(32, 1)
+PICTURE = np.stack([CORNERS, CORNERS // 2, 255 - CORNERS], -1)  # 32 x 64: all eight orientations differ
+JPEG = encoded(PICTURE, "JPEG", quality=95, subsampling=0)
+
+
+def xmp(tag: str = "") -> bytes:
+    """An XMP segment, perhaps with an orientation of its own."""
+    return segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + f"<x:xmpmeta xmlns:x='adobe:ns:meta/'{tag}/>".encode())
+
+
+def exif_segment(orientation: int, order: str = "<") -> bytes:
+    """A segment of a JPEG file with its orientation."""
+    return segment(0xE1, b"Exif\0\0" + exif(orientation, order))
+
+
+def jpeg_of(*segments: bytes) -> bytes:
+    return JPEG[:2] + b"".join(segments) + JPEG[JFIF_END:]
+
+
+def transposed(data: bytes) -> np.ndarray:
+    """What PIL's own exif_transpose makes of a file, (3, H, W)."""
+    with Image.open(io.BytesIO(data)) as image:
+        return np.array(ImageOps.exif_transpose(image).convert("RGB")).transpose(2, 0, 1).astype(int)
+
+
+def assert_close(decoded: Tensor, expected: np.ndarray) -> None:
+    """Values of the same shape differ by what JPEG loses."""
+    assert decoded.shape == expected.shape
+    assert abs(decoded.numpy() - expected).max() <= 3
+
+
+TURNED_BY_XMP = xmp(' tiff:Orientation="3"')
+
+
+@pytest.mark.parametrize("by_torchvision", [True, False])
+def test_every_decoder_of_jpeg_turns_alike(by_torchvision, monkeypatch):
+    """Also where EXIF is not the first segment, and where XMP says it, if EXIF does not."""
+    if not by_torchvision:
+        monkeypatch.setattr("mpp.data.decoding.pictures.decode_jpeg", None)
+    files = [jpeg_of(xmp(), exif_segment(orientation, "<>"[orientation % 2]), xmp()) for orientation in range(10)]
+    files += [jpeg_of(TURNED_BY_XMP, *segments) for segments in ([], [exif_segment(1)], [exif_segment(6)])]
+    for data in files:
+        expected = transposed(data)
+        assert_close(decode_with(data), expected)
+        assert_close(decode_with(data, bands=(1, 2, 3)), expected)
+        assert_close(decode_with(data, channels=1), np.tensordot(LUMA_WEIGHTS, expected, 1)[None])
+        with Image.open(io.BytesIO(data)) as image:
+            assert np.array_equal(to_pixels(image, 3), expected)
+
+
+BROKEN = {"no TIFF": b"nonsense", "cut": exif(6)[:12], "empty": b"", "elsewhere": b"II*\0\xff\xff\xff\x7f"}
+
+
+@pytest.mark.filterwarnings("ignore:.*EXIF")
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_a_broken_note_breaks_no_picture(broken):
+    data = jpeg_of(segment(0xE1, b"Exif\0\0" + broken))
+    assert torch.equal(decode_with(data), decode_with(JPEG))
+    data = with_chunk(encoded(PICTURE), b"eXIf", broken)
+    assert np.array_equal(decode_with(data).permute(1, 2, 0), PICTURE)

@@ -1,6 +1,7 @@
 """The command `mpp`: every command by its name, and what is wrong said before torch is loaded."""
 
 import os
+import pty
 import subprocess
 import sys
 from importlib import import_module
@@ -8,10 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import TINY, finished, start_command
+from conftest import ROOT, TINY, encoded, picture, run_command
+from PIL import Image
 
 from evaluation.cli import SELDOM, commands, locate_command
 from mpp.config import settings_of
+from mpp.runtime.files import write_complete
+from mpp.runtime.messages import printable
 
 INSTALLED = str(Path(sys.executable).with_name("mpp"))
 LISTED = """
@@ -27,7 +31,7 @@ finally:
 
 def console(*words):
     """What the command says, and whether torch and numpy were loaded."""
-    ended = subprocess.run([sys.executable, "-c", LISTED, *words], capture_output=True, text=True)
+    ended = run_command(sys.executable, "-c", LISTED, *words)
     *said, loaded = ended.stdout.splitlines()
     return ended.returncode, "\n".join(said), ended.stderr, loaded
 
@@ -35,14 +39,12 @@ def console(*words):
 def test_help_lists_every_command_and_loads_no_torch():
     code, said, _, loaded = console("--help", "all")
     assert (code, loaded) == (0, "False False") and all(f"  {name} " in said for name in commands())
-    for name in commands():
-        assert hasattr(import_module(locate_command(name)[0]), "main")
     _, common, *_ = console("--help")
     assert "  knn " in common and not any(f"\n  {name} " in common for name in SELDOM)
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    "words, error",
     [
         (("fewshto",), "error: unknown command fewshto (did you mean fewshot?)"),
         (("pretrain", "--optim.lrr=1"), "error: unknown setting optim.lrr (did you mean optim.lr?)"),
@@ -77,5 +79,96 @@ def test_help_may_be_cut_short(words):
 @pytest.mark.faults
 def test_the_installed_command_pretrains(tmp_path):
     folder = tmp_path / "run"
-    ended = finished(start_command(INSTALLED, "pretrain", *TINY, f"--run.dir={folder}"))
+    ended = run_command(INSTALLED, "pretrain", *TINY, f"--run.dir={folder}")
     assert ended.returncode == 0 and (folder / "encoder" / "model.safetensors").is_file(), ended.stderr
+
+
+# --- text in and out: any locale, any terminal, any name of a file ---
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+NAMES = "± Vögel caf\udce9"
+SAYS = f"""
+import sys
+from mpp.runtime.messages import steady_output
+steady_output()
+for stream in (sys.stdout, sys.stderr):
+    print({NAMES!a}, file=stream)
+"""
+
+
+def said(*words, **environment):
+    return subprocess.run(
+        [sys.executable, *words], env=os.environ | environment, capture_output=True, text=True, encoding="utf-8"
+    )
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, ASCII], ids=["ascii", "an ASCII locale"])
+def test_what_a_terminal_cannot_show_is_an_escape(environment):
+    ended = said("-c", SAYS, **environment)
+    line = "\\xb1 V\\xf6gel caf\\udce9\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, line, line)
+
+
+WRITES_ON = """
+import os, signal, sys
+from mpp.runtime.messages import steady_output
+steady_output()
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+print("begun", flush=True)
+os.read(int(sys.argv[1]), 1)
+for stream in (sys.stdout, sys.stderr):
+    print("nobody reads this", file=stream, flush=True)
+os._exit(7)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_output_that_nobody_reads_any_more_ends_nothing(kind):
+    reader, output = pty.openpty() if kind == "terminal" else os.pipe()
+    wait, go = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITES_ON, str(wait)], stdout=output, stderr=output, pass_fds=[wait], cwd=ROOT
+    )
+    os.close(output)
+    assert os.read(reader, 5) == b"begun"
+    os.close(reader)
+    os.write(go, b"1")
+    assert process.wait() == 7
+
+
+@pytest.mark.faults
+def test_a_full_disk_is_not_taken_for_a_terminal_that_is_gone():
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        words = [sys.executable, "-c", SAYS]
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, encoding="utf-8", cwd=ROOT)
+    assert ended.returncode != 0 and "No space left on device" in ended.stderr
+
+
+def test_names_that_are_no_utf_8_are_written_as_escapes(tmp_path):
+    name = os.fsdecode(b"caf\xe9 \xc3\xa4.jpg")
+    assert printable(name) == "caf\\udce9 ä.jpg"
+    write_complete(tmp_path / "names.txt", f"{name}\n")
+    assert (tmp_path / "names.txt").read_bytes() == b"caf\\udce9 \xc3\xa4.jpg\n"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("environment", [{"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}], ids=["locale", "terminal"])
+def test_a_run_of_umlauts_where_all_is_ascii(tmp_path, environment, tally):
+    """Names of folders, files and classes, in a config and on the command line, with loader processes."""
+    for name in ("Ähre", "über"):
+        folder = tmp_path / "Vögel" / "train" / name
+        folder.mkdir(parents=True)
+        for number in range(6):
+            (folder / f"{number}_ä.png").write_bytes(encoded(Image.fromarray(picture(number))))
+        (folder / "ß.png").write_bytes(b"no image")
+    config = tmp_path / "größe.yaml"
+    config.write_text(f"data:\n  path: {tmp_path}/Vögel\nrun:\n  dir: {tmp_path}/läufe\n", encoding="utf-8")
+    words = ("-m", "mpp.pretrain", *TINY, f"--config={config}", "--data.workers=1", "--run.steps=8")
+    ended = said(*words, "--data.eval_fraction=0.3", **environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    listed = (tmp_path / "läufe" / "unreadable.txt").read_text(encoding="utf-8")
+    assert "über/ß.png" in listed or "Ähre/ß.png" in listed
+    tally("umlauts where the locale or the terminal is ASCII", 1)

@@ -1,11 +1,10 @@
 """Crops: torchvision's inception crop and RandAugment, timm's centre crop, of oblong images too."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import product
+from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from conftest import picture
@@ -45,21 +44,15 @@ def test_crop_areas_and_ratios_are_torchvisions():
     ours = np.array([crop_box(60, 90, config, generator.random(40).tolist()) for _ in range(count)])
     torch.manual_seed(0)
     image = torch.zeros(3, 60, 90)
-    parameters = dict(scale=[0.2, 0.9], ratio=[0.75, 4 / 3])
-    theirs = np.array([RandomResizedCrop.get_params(image, **parameters) for _ in range(count)])
-    for column in range(4):  # top, left, height, width
-        our_values = ours[:, column]
-        their_values = theirs[:, column]
-        standard_error = their_values.std() / count**0.5
-        assert abs(our_values.mean() - their_values.mean()) < 6 * standard_error
-        assert abs(our_values.std() / their_values.std() - 1) < 0.05
+    theirs = np.array([RandomResizedCrop.get_params(image, [0.2, 0.9], [0.75, 4 / 3]) for _ in range(count)])
+    # top, left, height, width
+    assert (abs(ours.mean(0) - theirs.mean(0)) < 6 * theirs.std(0) / count**0.5).all()
+    assert (abs(ours.std(0) / theirs.std(0) - 1) < 0.05).all()
 
 
 def test_a_ratio_that_never_fits_gives_the_centre():
-    config = DataConfig(crop_area=(1.0, 1.0))
-    assert crop_box(100, 10, config, [0.5] * 40) == (43, 0, 13, 10)
-    assert crop_box(10, 100, config, [0.5] * 40) == (0, 43, 10, 13)
-    assert crop_box(1, 100, config, [0.5] * 40) == (0, 49, 1, 1)
+    for size, box in (((100, 10), (43, 0, 13, 10)), ((10, 100), (0, 43, 10, 13)), ((1, 100), (0, 49, 1, 1))):
+        assert crop_box(*size, DataConfig(crop_area=(1.0, 1.0)), [0.5] * 40) == box
 
 
 def test_a_crop_may_lie_at_either_edge():
@@ -93,7 +86,7 @@ def test_training_crops_have_the_proportions_of_the_view():
 
 def test_randaugment_is_torchvisions_and_a_function_of_the_sample():
     image = as_tensor(picture())
-    samples = [(epoch, index) for epoch in range(2) for index in range(4)]
+    samples = [*product(range(2), range(4))]
     assert augment(image, 0, 0, 0, 0) is image
     runs = []
     for seed in (3, 4):
@@ -103,34 +96,23 @@ def test_randaugment_is_torchvisions_and_a_function_of_the_sample():
         assert torch.equal(torch.get_rng_state(), state)  # the model's dropout draws from it
     assert all(map(torch.equal, *runs))
     assert len({crop.numpy().tobytes() for crop in runs[0]}) > 5  # two operations each, now and then none
-    word = random_words(Stream.AUGMENT, 0, 1, 2, 1)[0]
-    torch.manual_seed(int(word) >> 1)
+    torch.manual_seed(int(random_words(Stream.AUGMENT, 0, 1, 2, 1)[0]) >> 1)
     assert torch.equal(runs[0][samples.index((1, 2))], RandAugment(magnitude=9)(image))
 
 
 # --- the fixed view ---
 
 
-@contextmanager
-def watched_resizes() -> Iterator[list[Tensor]]:
-    """The images that are resized while it is open."""
-    resize = functional.resize
-    resized = []
-
-    def watched_resize(*args, **options):
-        resized.append(resize(*args, **options))
-        return resized[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "resize", watched_resize)
-        yield resized
+def watched_resizes():
+    """While it is open: the calls that resize images."""
+    return patch.object(functional, "resize", wraps=functional.resize)
 
 
 def test_a_line_of_pixels_is_not_resized_to_gigabytes():
     line = torch.arange(64_000).remainder(251).to(torch.uint8).expand(3, 1, -1)
-    with watched_resizes() as resized:
+    with watched_resizes() as resize:
         shown = [centre_crop(line, 32, 1.0), centre_crop(line.transpose(1, 2), 32, 1.0).transpose(1, 2)]
-    assert [image.numel() for image in resized] == [3 * 32 * 32 * 16] * 2
+    assert [math.prod(call.args[1]) for call in resize.call_args_list] == [32 * 32 * 16] * 2
     middle = line[:, :, 31_999:32_001]  # 32 of 2,048,000 columns show these
     for view in shown:
         assert middle.min() <= view.min() and view.max() <= middle.max()
@@ -140,18 +122,6 @@ def test_a_line_of_pixels_is_not_resized_to_gigabytes():
 
 SHARES = st.sampled_from([0.875, 0.9, 0.95, 1.0]) | st.floats(0.25, 1.0)
 IMAGE_SIZES = st.tuples(st.integers(30, 120), st.integers(30, 120))
-
-
-def views(pixels: np.ndarray, size: tuple[int, int], share: float, crop_pct: float) -> list[tuple[Tensor, list[int]]]:
-    """Our fixed view and timm's, and the sizes to which they resize the image."""
-    with watched_resizes() as resized:
-        ours = centre_crop(as_tensor(pixels), size, share)
-    transform = create_transform(
-        (3, *size), crop_pct=crop_pct, is_training=False, interpolation="bilinear", mean=(0, 0, 0), std=(1, 1, 1)
-    )
-    image = Image.fromarray(pixels)
-    theirs = transform.transforms[0](image)
-    return [(ours, list(resized[0].shape[-2:])), (transform(image) * 255, [theirs.height, theirs.width])]
 
 
 OBLONG = st.tuples(st.integers(1, 24), st.integers(1, 24)).map(lambda patches: (8 * patches[0], 8 * patches[1]))
@@ -170,8 +140,15 @@ def test_the_held_out_view_is_timms(size, share, image_size):
     assume(1 / MAX_RELATIVE_ASPECT < relative_aspect < MAX_RELATIVE_ASPECT)  # longer images are cut first
     pixels = np.random.default_rng(0).integers(0, 256, (*image_size, 3), dtype=np.uint8)
     crop_pct = timm_crop_pct(size if size[0] != size[1] else size[0], share)
-    (ours, resized), (theirs, their_size) = views(pixels, size, share, crop_pct)
-    assert resized == their_size
+    with watched_resizes() as resize:
+        ours = centre_crop(as_tensor(pixels), size, share)
+    resized = list(resize.call_args.args[1])
+    transform = create_transform(
+        (3, *size), crop_pct=crop_pct, is_training=False, interpolation="bilinear", mean=(0, 0, 0), std=(1, 1, 1)
+    )
+    image = Image.fromarray(pixels)
+    assert [*transform.transforms[0](image).size[::-1]] == resized
+    theirs = transform(image) * 255
     exact = F.interpolate(as_tensor(pixels)[None].double(), resized, mode="bilinear", antialias=True)[0]
     for view in (ours, theirs):
         assert (view - functional.center_crop(exact, list(size))).abs().max() <= 1.01

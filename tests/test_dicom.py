@@ -2,19 +2,24 @@
 
 import io
 import warnings
+from pathlib import Path
 
 import imagecodecs
 import numpy as np
 import pytest
 import torch
-from conftest import picture
-from dicom_files import dicom
-from image_files import decode_with
+from classified_images import FAST
+from colours import write
+from conftest import TINY, picture
+from dicom_files import SECRETS, dicom
+from image_files import decode_with, unreadable
 from pydicom import dcmread
 from pydicom.data import get_testdata_file
 from pydicom.pixels import apply_modality_lut, apply_windowing, pixel_array
 from pydicom.uid import JPEGExtended12Bit, JPEGLossless, JPEGLosslessSV1, JPEGLSLossless
 
+from evaluation import check, export, knn, linear, report, visualize
+from mpp import prepare
 from mpp.config import ImagesConfig
 from mpp.data.decoding.decode import read_values
 from mpp.data.decoding.formats import is_image, what_is
@@ -39,37 +44,24 @@ def values_of(data: bytes, **settings) -> np.ndarray:
 
 # --- pixels ---
 
-READ_BY_PYDICOM = {
-    "CT_small": "",  # the plugin of pydicom that decodes; none: it is not compressed
-    "ExplVR_BigEnd": "",
-    "MR_small_bigendian": "",
-    "MR_small_padded": "",
-    "SC_rgb_small_odd": "",
-    "SC_ybr_full_422_uncompressed": "",
-    "liver_1frame": "",
-    "rtdose_1frame": "",
-    "MR_small_RLE": "pydicom",
-    "SC_rgb_rle": "pydicom",
-    "SC_rgb_rle_16bit": "pydicom",
-    "SC_rgb_rle_32bit": "pydicom",
-    "SC_rgb_gdcm_KY": "pillow",
-    "SC_rgb_jpeg": "pillow",
-    "SC_rgb_jpeg_dcmtk": "pillow",
-    "693_J2KI": "pillow",
-    "J2K_pixelrep_mismatch": "pillow",
-    "JPEG2000": "pillow",
+READ_BY_PYDICOM = {  # the plugin of pydicom that decodes; none: they are not compressed
+    "": "CT_small ExplVR_BigEnd MR_small_bigendian MR_small_padded SC_rgb_small_odd SC_ybr_full_422_uncompressed "
+    "liver_1frame rtdose_1frame",
+    "pydicom": "MR_small_RLE SC_rgb_rle SC_rgb_rle_16bit SC_rgb_rle_32bit",
+    "pillow": "SC_rgb_gdcm_KY SC_rgb_jpeg SC_rgb_jpeg_dcmtk 693_J2KI J2K_pixelrep_mismatch JPEG2000",
 }
 
 
-@pytest.mark.parametrize("name", READ_BY_PYDICOM)
-def test_pydicoms_files_as_pydicom_reads_them(name):
+@pytest.mark.parametrize(
+    "plugin, name", [(plugin, name) for plugin, names in READ_BY_PYDICOM.items() for name in names.split()]
+)
+def test_pydicoms_files_as_pydicom_reads_them(plugin, name):
     data = pydicoms(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dataset = dcmread(io.BytesIO(data))
-        expected = apply_modality_lut(pixel_array(dataset, decoding_plugin=READ_BY_PYDICOM[name]), dataset)
-    has_colours = expected.ndim == 3
-    expected = expected.transpose(2, 0, 1) if has_colours else expected[None]
+        expected = apply_modality_lut(pixel_array(dataset, decoding_plugin=plugin), dataset)
+    expected = np.atleast_3d(expected).transpose(2, 0, 1)
     np.testing.assert_array_equal(values_of(data, channels=len(expected)), expected)
 
 
@@ -110,7 +102,7 @@ def test_frames_are_bands():
     np.testing.assert_array_equal(values_of(dicom(frames[:3])), frames[:3])
     compressed = dicom(frames, [imagecodecs.jpegls_encode(frame) for frame in frames], JPEGLSLossless)
     np.testing.assert_array_equal(values_of(compressed, channels=4), frames)
-    with pytest.raises(UnreadableImage, match="of 4 frames; they must be 1 in grey"):
+    with unreadable("of 4 frames; they must be 1 in grey"):
         decode_with(data, channels=1)
 
 
@@ -120,7 +112,7 @@ def test_frames_are_bands():
 def test_fractions_need_a_range():
     data = dicom(GREY_12, RescaleSlope="0.37", RescaleIntercept="1.5")
     np.testing.assert_allclose(values_of(data, channels=1)[0], GREY_12 * 0.37 + 1.5, rtol=1e-6)
-    with pytest.raises(UnreadableImage, match=r"no agreed range; data\.range says which"):
+    with unreadable(r"no agreed range; data\.range says which"):
         decode_with(data, channels=1)
     decoded = decode_with(data, channels=1, range=(0.0, 2000.0))[0].numpy()
     np.testing.assert_allclose(decoded, (GREY_12 * 0.37 + 1.5) * 255 / 2000, rtol=1e-5)
@@ -164,7 +156,7 @@ def test_blank_units_are_none():
 
 
 @pytest.mark.parametrize(
-    ("intercept", "dtype"),
+    "intercept, dtype",
     [(-1, np.int32), (0, np.uint16), (-(2**15), np.int16), (-(2**15) - 1, np.int32), (0.5, np.float32)],
 )
 def test_whole_numbers_stay_whole_in_the_shortest_type_that_holds_them(intercept, dtype):
@@ -204,7 +196,7 @@ def test_no_tag_is_quoted(capsys, recwarn, caplog):
     recwarn.clear()
     caplog.clear()
     capsys.readouterr()
-    with pytest.raises(UnreadableImage, match=r"^a DICOM file that cannot be decoded: ValueError$"):
+    with unreadable(r"^a DICOM file that cannot be decoded: ValueError$"):
         decode_with(data, channels=1, range=(0.0, 1.0))
     captured = capsys.readouterr()
     assert captured.out + captured.err == ""
@@ -216,7 +208,59 @@ def test_files_are_known_by_their_preamble_without_an_ending(tmp_path):
     contents = pydicoms("dicomdirtests/DICOMDIR-empty")
     assert not is_image(contents[:256])
     assert what_is(contents) == "a table of contents (DICOMDIR)"
-    (tmp_path / "DICOMDIR").write_bytes(contents)
-    for name in ("IM0", "IM1", "2.dcm"):
-        (tmp_path / name).write_bytes(dicom(GREY_8))
-    assert walk(str(tmp_path)).images == ["2.dcm", "IM0", "IM1"]
+    write(tmp_path, {"DICOMDIR": contents, "IM0": dicom(GREY_8), "2.dcm": dicom(GREY_8)})
+    assert walk(str(tmp_path)).images == ["2.dcm", "IM0"]
+
+
+# --- a folder of scans through all commands of a user; no tag of a file is in anything that they write or print ---
+
+
+HOUNSFIELD = dict(RescaleSlope=1, RescaleIntercept=-1024, BitsStored=12, HighBit=11)
+SETTINGS = ("--data.channels=1", "--data.range=[-1024,1000]")
+IN_UTF_16 = [secret.encode("utf-16-le") for secret in SECRETS]
+
+
+def write_scans(folder: Path, count: int) -> None:
+    """Slices in two folders of classes, some compressed, some without an ending; and one that was cut off."""
+    for number in range(count):
+        pixels = picture(number, (40, 36))[..., 0].astype(np.uint16) * (8 if number % 2 else 12)
+        compressed = {
+            0: dict(frames=[imagecodecs.jpegls_encode(pixels)], syntax=JPEGLSLossless),
+            1: dict(frames=[imagecodecs.ljpeg_encode(pixels)], syntax=JPEGLosslessSV1),
+        }
+        name = f"{'healthy' if number % 2 else 'ill'}/IM{number:04d}" + (".dcm" if number % 3 else "")
+        write(folder, {name: dicom(pixels, **compressed.get(number % 5, {}), **HOUNSFIELD)})
+    write(folder, {"ill/cut.dcm": dicom(pixels)[:1400]})
+
+
+def assert_no_secret(*folders: Path) -> None:
+    """No value of a tag is in any file."""
+    files = [file for folder in folders for file in [folder, *folder.rglob("*")] if file.is_file()]
+    assert len(files) > 5
+    for file in files:
+        content = file.read_bytes()
+        for secret in [*map(str.encode, SECRETS), *IN_UTF_16]:
+            assert secret not in content, file
+
+
+@pytest.mark.faults
+def test_scans_train_and_are_probed_reported_and_exported(pretrain, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scans = tmp_path / "scans"
+    write_scans(scans, 60)
+    source = [f"--data.path={scans}", *SETTINGS]
+    run = pretrain(*source, "--model.mean=auto", "--model.std=auto")
+    check.main([*TINY, *source, f"--run.dir={tmp_path}/checked"])
+    knn.main([*FAST, f"--encoder={run}", f"--out={run}/knn.json"])
+    linear.main([*FAST, f"--encoder={run}", f"--out={run}/linear.json"])
+    report.main([*FAST, f"--encoder={run}"])
+    visualize.main([*FAST, f"--encoder={run}", f"--out={tmp_path}/pictures"])
+    words = ["--format=torch_export", "--images=6", "--threads=1", "--data.workers=0"]
+    export.main([f"--encoder={run}", f"--out={tmp_path}/encoder.pt2", *words])
+    words = ["--data.channels=1", "--format=npy", "--workers=1"]
+    prepare.main([f"--data.path={scans}", f"--out={tmp_path}/prepared", *words])
+    printed = capfd.readouterr()
+    assert "cut.dcm: a DICOM file that cannot be decoded" in printed.out
+    for secret in SECRETS:
+        assert secret not in printed.out + printed.err
+    assert_no_secret(run, tmp_path / "checked", tmp_path / "pictures", tmp_path / "prepared", tmp_path / "encoder.pt2")

@@ -8,7 +8,7 @@ import pytest
 from mpp.runtime.files import clear_leftovers, complete
 
 
-def synced_paths(monkeypatch) -> list[Path]:
+def synced_paths(monkeypatch):
     """The paths that are synced to disk from now on, in order."""
     synced, fsync = [], os.fsync
 

@@ -4,6 +4,7 @@ import io
 import struct
 import zipfile
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import imagecodecs
@@ -13,9 +14,22 @@ import tifffile
 import torch
 from conftest import encoded, picture
 from dicom_files import described, dicom, file_of, in_groups
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_files import PNG_END, PNG_HEADER, decode_with, exif, j2k, npy, npz, packed_tiff, tiff, with_chunk
+from image_files import (
+    PNG_END,
+    PNG_HEADER,
+    decode_with,
+    exif,
+    j2k,
+    npy,
+    npz,
+    packed_rows,
+    packed_tiff,
+    tiff,
+    unreadable,
+    with_chunk,
+)
 from PIL import Image
 from pydicom.uid import (
     DeflatedExplicitVRLittleEndian,
@@ -65,38 +79,33 @@ def webp(pixels: np.ndarray, orientation: int) -> bytes:
     return encoded(pixels, "WEBP", lossless=True, exact=True, exif=b"Exif\0\0" + exif(orientation))
 
 
-def dicom_of(syntax=None, encode=None):
-    """A writer of DICOM: colours, or frames."""
-
-    def write(pixels: np.ndarray, _: int) -> bytes:
-        assume(pixels.ndim == 2 or pixels.shape[2] == 3)
-        return dicom(pixels, [encode(pixels)], syntax) if encode else dicom(pixels)
-
-    return write
+def dicom_of(syntax, encode):
+    """A writer of DICOM that is compressed."""
+    return lambda pixels: dicom(pixels, [encode(pixels)], syntax)
 
 
 def lossless_jpeg(pixels: np.ndarray) -> bytes:
     return imagecodecs.jpeg8_encode(pixels, lossless=True)
 
 
-UNSIGNED, ALL_TYPES = ["u1", "u2"], ["u1", "u2", "u4", "i1", "i2", "i4", "f4", "f8"]
-WRITERS = {  # name -> function, types of numbers, bands, whether it has orientations
-    "png": (png, UNSIGNED, [1, 3, 4], True),
-    "tiff": (tiff_of(), ALL_TYPES, [1, 2, 3, 4, 5], True),
-    "tiff, lzw": (tiff_of(compression="lzw", predictor=True), UNSIGNED, [1, 3, 5], True),
-    "tiff, tiles": (tiff_of(tile=(16, 16), bigtiff=True, byteorder=">"), ALL_TYPES, [1, 3, 5], True),
-    "webp": (webp, ["u1"], [3, 4], True),
-    "bmp": (lambda pixels, _: encoded(pixels, "BMP"), ["u1"], [1, 3], False),
-    "ppm": (lambda pixels, _: encoded(pixels, "PPM"), ["u1"], [1, 3], False),
-    "npy": (lambda pixels, _: npy(pixels), ALL_TYPES, [1, 2, 3, 4, 5], False),
-    "npy, bands first": (lambda pixels, _: npy(np.moveaxis(pixels, -1, 0)), ALL_TYPES, [2, 3, 4, 5], False),
-    "npz": (lambda pixels, _: npz(pixels), ALL_TYPES, [1, 3, 5], False),
-    "jxl": (lambda pixels, _: imagecodecs.jpegxl_encode(pixels, lossless=True), UNSIGNED, [1, 3, 4], False),
-    "jp2": (lambda pixels, _: imagecodecs.jpeg2k_encode(pixels, level=0), UNSIGNED, [1, 3, 4, 5], False),
-    "dicom": (dicom_of(), ["u1", "u2", "i2"], [1, 3], False),
-    "dicom, JPEG-LS": (dicom_of(JPEGLSLossless, imagecodecs.jpegls_encode), UNSIGNED, [1, 3], False),
-    "dicom, JPEG 2000": (dicom_of(JPEG2000Lossless, j2k), UNSIGNED, [1, 3], False),
-    "dicom, JPEG": (dicom_of(JPEGLosslessSV1, lossless_jpeg), ["u1"], [1, 3], False),
+UNSIGNED, ALL_TYPES = "u1 u2", "u1 u2 u4 i1 i2 i4 f4 f8"
+WRITERS = {  # name -> function, types of numbers, numbers of bands
+    "png": (png, UNSIGNED, "134"),
+    "tiff": (tiff_of(), ALL_TYPES, "12345"),
+    "tiff, lzw": (tiff_of(compression="lzw", predictor=True), UNSIGNED, "135"),
+    "tiff, tiles": (tiff_of(tile=(16, 16), bigtiff=True, byteorder=">"), ALL_TYPES, "135"),
+    "webp": (webp, "u1", "34"),
+    "bmp": (lambda pixels: encoded(pixels, "BMP"), "u1", "13"),
+    "ppm": (lambda pixels: encoded(pixels, "PPM"), "u1", "13"),
+    "npy": (npy, ALL_TYPES, "12345"),
+    "npy, bands first": (lambda pixels: npy(np.moveaxis(pixels, -1, 0)), ALL_TYPES, "2345"),
+    "npz": (npz, ALL_TYPES, "135"),
+    "jxl": (lambda pixels: imagecodecs.jpegxl_encode(pixels, lossless=True), UNSIGNED, "134"),
+    "jp2": (lambda pixels: imagecodecs.jpeg2k_encode(pixels, level=0), UNSIGNED, "1345"),
+    "dicom": (dicom, "u1 u2 i2", "13"),
+    "dicom, JPEG-LS": (dicom_of(JPEGLSLossless, imagecodecs.jpegls_encode), UNSIGNED, "13"),
+    "dicom, JPEG 2000": (dicom_of(JPEG2000Lossless, j2k), UNSIGNED, "13"),
+    "dicom, JPEG": (dicom_of(JPEGLosslessSV1, lossless_jpeg), "u1", "13"),
 }
 
 
@@ -104,12 +113,14 @@ WRITERS = {  # name -> function, types of numbers, bands, whether it has orienta
 @settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_pixels_are_those_that_were_written(writer, data, seed):
-    write, types, bands, has_orientations = WRITERS[writer]
-    dtype, count = np.dtype(data.draw(st.sampled_from(types))), data.draw(st.sampled_from(bands))
-    orientation = data.draw(st.sampled_from([*UPRIGHT])) if has_orientations else 1
+    write, types, bands = WRITERS[writer]
+    dtype, count = np.dtype(data.draw(st.sampled_from(types.split()))), int(data.draw(st.sampled_from(bands)))
+    takes_orientation = writer.startswith(("png", "tiff", "webp"))
+    orientation = data.draw(st.sampled_from([*UPRIGHT])) if takes_orientation else 1
     random = np.random.default_rng(seed)
     values = random.integers(-(2**15), 2**16, (19, 23, count)).astype(dtype)
-    file = write(values if count > 1 else values[..., 0], orientation)
+    pixels = values if count > 1 else values[..., 0]
+    file = write(pixels, orientation) if takes_orientation else write(pixels)
     bands_of_file = {"channels": count, "bands": tuple(range(1, count + 1))}
     expected = UPRIGHT[orientation](values).transpose(2, 0, 1)
     stored = read_values(file, ImagesConfig(**bands_of_file))
@@ -117,14 +128,14 @@ def test_pixels_are_those_that_were_written(writer, data, seed):
     assert is_image(file) != writer.startswith("np")
     has_limits = dtype.kind != "f" and dtype.itemsize <= 2
     low, high = (np.iinfo(dtype).min, np.iinfo(dtype).max) if has_limits else (-1000.0, 30000.0)
-    decoded = decode_with(file, **bands_of_file, **({} if has_limits else {"range": (low, high)}))
+    decoded = decode_with(file, **bands_of_file, range=None if has_limits else (low, high))
     assert decoded.dtype == (torch.uint8 if dtype == np.uint8 else torch.float32)
     scaled = np.clip((expected.astype(np.float64) - low) * 255 / (high - low), 0, 255)
     np.testing.assert_allclose(decoded, scaled, rtol=1e-5, atol=1e-4)
     if dtype.kind != "f" and count == 1 and what_is(file)[2:5] in ("PNG", "TIF", "BMP", "PPM", ".np"):
         np.testing.assert_array_equal(read_mask(file, ImagesConfig()), expected[0])
     if not has_limits:
-        with pytest.raises(UnreadableImage, match=r"data\.range"):
+        with unreadable(r"data\.range"):
             decode_with(file, **bands_of_file)
 
 
@@ -153,35 +164,30 @@ def test_pictures_of_8_bits_are_the_png_of_the_same_pixels(writer, channels):
 
 
 MODES = ("1", "L", "P", "RGB", "RGBA", "LA", "CMYK")
-NOT_WRITTEN = {"JPEG": 3, "BMP": 2, "PPM": 3, "PNG": 1, "GIF": 1}
+NOT_WRITTEN = {"JPEG": 3, "BMP": 2, "PPM": 3, "PNG": 1, "GIF": 1, "WEBP": 0, "TIFF": 0}
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+@pytest.mark.parametrize("form", NOT_WRITTEN)
 def test_every_mode_of_pil_is_a_picture(form):
-    images = {mode: Image.fromarray(RGB).convert(mode) for mode in MODES}
-    files = {}
-    for mode, image in images.items():
-        try:
-            files[mode] = encoded(image, form)
-        except (OSError, KeyError, ValueError):
-            continue
-    assert len(files) == len(MODES) - NOT_WRITTEN.get(form, 0)
-    for mode, data in files.items():
-        assert is_image(data[:18])
-        with Image.open(io.BytesIO(data)) as opened:
-            expected = np.array(opened.convert("RGB")).astype(int)
-        assert abs(decode_with(data).permute(1, 2, 0).numpy() - expected).mean() < 1, mode
+    read = 0
+    for mode in MODES:
+        with suppress(OSError, KeyError, ValueError):  # it cannot be written
+            data = encoded(Image.fromarray(RGB).convert(mode), form)
+            read += 1
+            assert is_image(data[:18])
+            with Image.open(io.BytesIO(data)) as opened:
+                expected = np.array(opened.convert("RGB")).astype(int)
+            assert abs(decode_with(data).permute(1, 2, 0).numpy() - expected).mean() < 1, mode
+    assert read == len(MODES) - NOT_WRITTEN[form]
 
 
 def grey_png(bits: int, *transparent: int) -> bytes:
     """A grey PNG of 4 x 8 pixels with all numbers of its bits, one of which may be transparent."""
-    digits = np.unpackbits(numbers(bits).astype(">u2")[..., None].view(np.uint8), axis=2)
-    rows = np.packbits(digits[..., -bits:].reshape(4, -1), axis=1)
     file = PNG_START
     for kind, payload in (
         (b"IHDR", struct.pack(">IIBBBBB", 8, 4, bits, 0, 0, 0, 0)),
         *((b"tRNS", struct.pack(">H", number)) for number in transparent),
-        (b"IDAT", zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))),
+        (b"IDAT", zlib.compress(b"".join(b"\0" + row.tobytes() for row in packed_rows(numbers(bits), bits)))),
         (b"IEND", b""),
     ):
         file = with_chunk(file, kind, payload, len(file))
@@ -224,10 +230,10 @@ NO_MASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_MASKS)
-def test_no_mask_of_changed_numbers(kind):
-    with pytest.raises(UnreadableImage, match="mask"):
-        read_mask(NO_MASKS[kind], ImagesConfig())
+@pytest.mark.parametrize("data", NO_MASKS.values(), ids=NO_MASKS)
+def test_no_mask_of_changed_numbers(data):
+    with unreadable("mask"):
+        read_mask(data, ImagesConfig())
 
 
 FRAMES = [Image.fromarray(picture(number)) for number in range(3)]
@@ -238,9 +244,9 @@ ANIMATIONS = {
 }
 
 
-@pytest.mark.parametrize("form", ANIMATIONS)
-def test_the_first_frame_counts(form):
-    first = decode_with(ANIMATIONS[form]).permute(1, 2, 0).numpy()
+@pytest.mark.parametrize("data", ANIMATIONS.values(), ids=ANIMATIONS)
+def test_the_first_frame_counts(data):
+    first = decode_with(data).permute(1, 2, 0).numpy()
     assert abs(first - RGB.astype(int)).mean() < 3
 
 
@@ -255,11 +261,11 @@ STAND_INS = {
 }
 
 
-@pytest.mark.parametrize("kind", STAND_INS)
-def test_files_that_are_no_images_are_named_by_their_kind(kind):
-    assert what_is(STAND_INS[kind]) == kind and not is_image(STAND_INS[kind])
-    with pytest.raises(UnreadableImage, match=f"^{kind}"):
-        decode_with(STAND_INS[kind])
+@pytest.mark.parametrize("kind, data", STAND_INS.items(), ids=STAND_INS)
+def test_files_that_are_no_images_are_named_by_their_kind(kind, data):
+    assert what_is(data) == kind and not is_image(data)
+    with unreadable(f"^{kind}"):
+        decode_with(data)
 
 
 def with_sides(data: bytes, start: bytes, skipped: int, side: int = 60_000) -> bytes:
@@ -343,40 +349,41 @@ REFUSED = {  # kind -> file, what the line says
 @pytest.mark.parametrize("kind", REFUSED)
 def test_broken_files_and_bombs_are_named_and_not_quoted(kind):
     data, words = REFUSED[kind]
-    with pytest.raises(UnreadableImage, match=words) as error:
+    with unreadable(words) as error:
         decode_with(data)
-    assert "\n" not in str(error.value) and "Doe" not in str(error.value)
+    assert "Doe" not in str(error.value)
     if not kind.startswith("jpeg"):
-        with pytest.raises(UnreadableImage):
+        with unreadable():
             decode_with(data, bands=(1,), channels=1)
 
 
 WHOLE = {
     **{form: encoded(RGB, form) for form in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM")},
     **{"TIFF": tiff(RGB), ".npy": npy(RGB), ".npz": npz(RGB), "DICOM": dicom(RGB)},
-    **{
-        name: (CODED / name).read_bytes()
-        for name in ("rgb_8.heic", "rgb_8.avif", "rgb_8.jxl", "rgb_8.j2k", "rgb_8.jp2")
-    },
+    **{end: (CODED / f"rgb_8.{end}").read_bytes() for end in ("heic", "avif", "jxl", "j2k", "jp2")},
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_largest_number_of_pixels_is_that_of_the_setting(name):
-    _, height, width = decode_with(WHOLE[name]).shape
-    assert decode_with(WHOLE[name], max_pixels=height * width).shape == (3, height, width)
+of_whole_files = pytest.mark.parametrize("whole", WHOLE.values(), ids=WHOLE)
+
+
+@of_whole_files
+def test_the_largest_number_of_pixels_is_that_of_the_setting(whole):
+    _, height, width = decode_with(whole).shape
+    assert decode_with(whole, max_pixels=height * width).shape == (3, height, width)
     most = height * width - 1
-    with pytest.raises(UnreadableImage, match=rf"pixels are more than data.max_pixels \({most}\)"):
-        decode_with(WHOLE[name], max_pixels=most)
+    with unreadable(rf"pixels are more than data.max_pixels \({most}\)"):
+        decode_with(whole, max_pixels=most)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+PLACES = st.integers(20, 10**6)
+
+
+@of_whole_files
 @settings(max_examples=60)
-@given(
-    length=st.integers(0, 10**6), changes=st.lists(st.tuples(st.integers(20, 10**6), st.integers(0, 255)), max_size=4)
-)
-def test_no_damaged_file_ends_a_run(name, length, changes):
-    data = bytearray(WHOLE[name][: 20 + length % (len(WHOLE[name]) - 20)])
+@given(length=PLACES, changes=st.lists(st.tuples(PLACES, st.integers(0, 255)), max_size=4))
+def test_no_damaged_file_ends_a_run(whole, length, changes):
+    data = bytearray(whole[: 20 + length % (len(whole) - 20)])
     for place, value in changes:
         data[place % len(data)] = value
     try:
@@ -393,8 +400,7 @@ def test_errors_of_ours_are_no_damaged_files(monkeypatch):
         decode_with(encoded(RGB))
 
 
-@pytest.mark.parametrize("kind, package", [("rgb_8.heic", "pi-heif"), ("DICOM", "pydicom")])
-def test_the_package_of_a_missing_decoder_is_named(kind, package, without_module):
-    without_module(package.replace("-", "_"))
-    with pytest.raises(UnreadableImage, match=f"^[A-Z]+ files need {package}: pip install {package}$"):
-        decode_with(WHOLE[kind])
+def test_the_package_of_a_missing_decoder_is_named(without_module):
+    without_module("pydicom")
+    with unreadable("^DICOM files need pydicom: pip install pydicom$"):
+        decode_with(WHOLE["DICOM"])

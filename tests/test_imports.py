@@ -3,29 +3,34 @@
 import builtins
 import json
 import multiprocessing
-import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TINY
-from timm.models import _registry as registry
+from comparisons import write_cats_and_dogs
+from conftest import ROOT, TINY, refused, run_command
+from timm.models import _registry as timm_registry
 
 import mpp
-from evaluation import report, visualize
+from evaluation import cli, compare, registry, report, visualize
 from evaluation.comparison.cases import EncoderEntry, case_digest, cases_of, read_entries, training_settings
 from evaluation.config import CompareConfig
+from evaluation.frozen.features import LabelledFeatures
+from evaluation.frozen.results import write_json
+from evaluation.metrics.scoring import load_outcomes
+from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import Config, imports
 from mpp.config.imports import import_words, imported, take_imports
 from mpp.config.parsing import parse
 from mpp.corruption import PATTERNS
 from mpp.data.workers import start_worker
-from mpp.errors import UserError
 from mpp.models.networks import NETWORKS
 from mpp.objectives import OBJECTIVES
 
 BRIGHTNESS = "--objective.name=brightness"
+REGISTRIES = (OBJECTIVES, PATTERNS, NETWORKS, EVALUATIONS)
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +38,20 @@ def no_imports(monkeypatch):
     """Every test begins like a new process, without imports, and leaves nothing registered."""
     monkeypatch.setattr(imports, "_modules", {})
     imported.clear()
-    registries = [dict(each) for each in (OBJECTIVES, PATTERNS, NETWORKS)]
+    registries = [dict(each) for each in REGISTRIES]
     yield
     imported.clear()
-    for name in ("brightness", "mine", "second"):
+    for name in ("brightness", "mine", "second", "nearest_centroid"):
         sys.modules.pop(name, None)
-    for parts, before in zip((OBJECTIVES, PATTERNS, NETWORKS), registries, strict=True):
+    for parts, before in zip(REGISTRIES, registries, strict=True):
         parts.clear()
         parts.update(before)
 
 
-def start_a_new_process():
-    """Forget the imports, as a new process does that has not yet read its command line."""
+def start_a_new_process(changed=None):
+    """Forget the imports, as a new process does that has not yet read its command line. A file may have changed."""
+    if changed:
+        changed.write_text(changed.read_text() + "\n# changed\n")
     imports._modules.clear()
     imported.clear()
     for name in ("brightness", "mine"):
@@ -112,24 +119,20 @@ def test_code_of_the_user_has_settings_of_its_own(pretrain, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(PLACES)
     words = ["--objective.name=mine", "--corruption.pattern=mine", "--network.name=mine", f"--import={file}"]
-    own = [
-        "--objective.arguments={levels: 8}",
-        "--corruption.arguments={patches: 3}",
-        "--network.arguments={deep: true}",
-    ]
-    folder = pretrain(*words, *own, "--run.steps=1")
+    words += ["--objective.arguments={levels: 8}", "--network.arguments={deep: true}", "--run.steps=1"]
+    folder = pretrain(*words, "--corruption.arguments={patches: 3}")
     seen = sys.modules["mine"].SEEN
     assert {"levels": 8} in seen and {"patches": 3} in seen and {"deep": True} in seen
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["objective"]["arguments"] == {"levels": 8}
-    with pytest.raises(UserError, match=r"another config: .*corruption\.arguments"):
-        pretrain(*words, *own, "--corruption.arguments={patches: 4}", "--run.steps=1")
+    with refused(r"another config: .*corruption\.arguments"):
+        pretrain(*words, "--corruption.arguments={patches: 4}")
 
 
 @pytest.mark.parametrize("group", ["objective", "corruption", "network"])
 def test_mpps_own_parts_take_no_arguments(pretrain, group):
     message = rf"{group}\.arguments is .*levels.* it must be null or left out: {group}\.\w+ \w+ takes none"
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         pretrain(f"--{group}.arguments={{levels: 8}}")
 
 
@@ -137,27 +140,19 @@ def test_a_run_goes_on_with_the_same_file_in_any_folder_and_with_no_other(pretra
     """Pictures by another come with a warning."""
     folder = pretrain(f"--import={brightness}", BRIGHTNESS)
     start_a_new_process()
-    with pytest.raises(UserError, match=r"run uses custom code: add --import brightness\.py "):
+    with refused(r"run uses custom code: add --import brightness\.py "):
         pretrain(BRIGHTNESS)
     assert "brightness" not in sys.modules
     (tmp_path / "elsewhere").mkdir()
     brightness = brightness.rename(tmp_path / "elsewhere" / "brightness.py")
     assert pretrain(f"--import={brightness}", BRIGHTNESS) == folder
-    start_a_new_process()
-    brightness.write_text(brightness.read_text() + "\n# changed\n")
-    with pytest.raises(UserError, match=r"run is a run with another config: --import brightness\.py"):
+    start_a_new_process(brightness)
+    with refused(r"run is a run with another config: --import brightness\.py"):
         pretrain(f"--import={brightness}", BRIGHTNESS)
     words = [f"--encoder={folder}", "--pictures=[filters]", "--precision=fp32"]
     visualize.main([f"--import={brightness}", *words])
     printed = capsys.readouterr()
     assert f"brightness.py is not as in {folder / 'imports'}" in printed.out + printed.err
-
-
-def test_imports_that_a_run_does_not_use_do_not_count(pretrain, brightness):
-    folder = pretrain(f"--import={brightness}")
-    assert not (folder / "imports").exists()
-    start_a_new_process()
-    pretrain()
 
 
 def test_all_imports_of_a_run_count(pretrain, brightness, tmp_path):
@@ -167,14 +162,17 @@ def test_all_imports_of_a_run_count(pretrain, brightness, tmp_path):
         "class Mine(Brightness):\n    pass\n\n\nOBJECTIVES['mine'] = Mine\n"
     )
     (tmp_path / "second.py").write_text("")
-    words = [f"--import={brightness}", f"--import={tmp_path / 'mine.py'}", "--objective.name=mine", "--run.steps=1"]
+    words = [f"--import={brightness}", f"--import={tmp_path / 'mine.py'}", "--run.steps=1"]
     folder = pretrain(*words)
+    assert not (folder / "imports").exists()  # of a run that uses none
+    folder = pretrain(*words, "--objective.name=mine", dir=tmp_path / "own")
     assert sorted(path.name for path in (folder / "imports").iterdir()) == ["brightness.py", "mine.py"]
-    with pytest.raises(UserError, match=r"--import second\.py"):
-        pretrain(*words, f"--import={tmp_path / 'second.py'}")
+    with refused(r"--import second\.py"):
+        pretrain(*words, "--objective.name=mine", f"--import={tmp_path / 'second.py'}", dir=folder)
     start_a_new_process()
-    with pytest.raises(UserError, match=r"add --import mine\.py"):
-        pretrain(words[0], "--objective.name=brightness", "--run.steps=1")
+    with refused(r"add --import mine\.py"):
+        pretrain(words[0], BRIGHTNESS, "--run.steps=1", dir=folder)
+    pretrain("--run.steps=1")
 
 
 def test_a_branch_has_the_code_of_its_trunk(pretrain, brightness, tmp_path):
@@ -182,9 +180,8 @@ def test_a_branch_has_the_code_of_its_trunk(pretrain, brightness, tmp_path):
     trunk = pretrain(*words, "--run.keep_at=[1]", dir=tmp_path / "trunk")
     branch = pretrain(*words, f"--run.branch_from={trunk}@1", dir=tmp_path / "branch")
     assert (branch / "imports" / "brightness.py").read_bytes() == brightness.read_bytes()
-    start_a_new_process()
-    brightness.write_text(brightness.read_text() + "\n# changed\n")
-    with pytest.raises(UserError, match=r"trunk is a run with another config: --import brightness\.py"):
+    start_a_new_process(brightness)
+    with refused(r"trunk is a run with another config: --import brightness\.py"):
         pretrain(*words, f"--run.branch_from={trunk}@1", dir=tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -196,23 +193,15 @@ def test_saved_code_is_never_run(finished_run, tmp_path):
     (run / "imports" / "mine.py").write_text(f"open({str(tmp_path / 'struck')!r}, 'w')\n")
     (run / "config.yaml").write_bytes((finished_run / "config.yaml").read_bytes())
     for command in (visualize, report):
-        with pytest.raises(UserError, match=r"uses custom code: add --import mine\.py"):
+        with refused(r"uses custom code: add --import mine\.py"):
             command.main([f"--encoder={run}"])
     assert not (tmp_path / "struck").exists()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--import=missing.py"],
-        ["--import=sys"],
-        ["--import"],
-        ["--import", "--run.steps=3"],
-    ],
-)
+@pytest.mark.parametrize("words", ["missing.py", "sys", "", "--run.steps=3"])
 def test_what_cannot_be_imported_is_named(words):
-    with pytest.raises(UserError, match=rf"--import.*{words[-1].removeprefix('--import').removeprefix('=')} failed"):
-        parse(Config, words)
+    with refused(rf"--import.*{words} failed"):
+        parse(Config, ["--import", *words.split()])
 
 
 @pytest.mark.parametrize("name", ["json", "datasets"])
@@ -220,7 +209,7 @@ def test_a_file_that_hides_another_module_is_refused(tmp_path, name):
     """Also one that mpp imports later, as datasets."""
     file = tmp_path / f"{name}.py"
     file.write_text("")
-    with pytest.raises(UserError, match=rf"{name}\.py failed: .*rename the file"):
+    with refused(rf"{name}\.py failed: .*rename the file"):
         take_imports([f"--import={file}"])
     assert not imported and not import_words()
 
@@ -228,7 +217,7 @@ def test_a_file_that_hides_another_module_is_refused(tmp_path, name):
 def test_a_file_that_fails_is_named_and_may_be_mended_in_the_same_process(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("1 / 0\n")
-    with pytest.raises(UserError, match=r"mine\.py failed: .*division by zero"):
+    with refused(r"mine\.py failed: .*division by zero"):
         take_imports([f"--import={file}"])
     assert not imported and not import_words() and "mine" not in sys.modules
     file.write_text("import builtins\nbuiltins.times = getattr(builtins, 'times', 0) + 1\n")
@@ -240,9 +229,8 @@ def test_a_file_that_fails_is_named_and_may_be_mended_in_the_same_process(tmp_pa
 @pytest.mark.faults
 def test_several_processes_and_the_runs_own_report_know_the_code(brightness, tmp_path):
     words = [word for word in TINY if not word.startswith("--run.report")]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mpp/pretrain.py"]
-    command = [*launch, f"--import={brightness}", BRIGHTNESS, *words, f"--run.dir={tmp_path / 'run'}"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    launch = ("torchrun", "--standalone", "--nproc_per_node=2", "mpp/pretrain.py")
+    ended = run_command(*launch, f"--import={brightness}", BRIGHTNESS, *words, f"--run.dir={tmp_path / 'run'}")
     assert ended.returncode == 0, ended.stderr
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"--import={brightness.name}" in page and str(brightness) not in page
@@ -250,16 +238,14 @@ def test_several_processes_and_the_runs_own_report_know_the_code(brightness, tmp
 
 def test_a_comparison_tells_results_of_changed_code_apart(brightness, tmp_path):
     """A case's digest depends on the code that the case uses, and on no other."""
-    own = {"name": "own", "encoder": str(tmp_path / "own"), "train": "pretrain"}
-    colours = {"name": "colours", "encoder": str(tmp_path / "colours"), "train": "pretrain"}
-    own["train_options"] = {"objective.name": "brightness"}
-    page = {
-        "dir": str(tmp_path / "compared"),
-        "encoders": [own, colours],
-        "evaluations": [{"name": "few-shot", "command": "fewshot"}],
-        "datasets": [{"name": "birds"}],
-    }
-    (tmp_path / "compare.yaml").write_text(json.dumps(page))
+    (tmp_path / "compare.yaml").write_text(f"""
+        dir: {tmp_path}/compared
+        encoders:
+        - {{name: own, encoder: {tmp_path}/own, train: pretrain, train_options: {{objective.name: brightness}}}}
+        - {{name: colours, encoder: {tmp_path}/colours, train: pretrain}}
+        evaluations: [{{name: few-shot, command: fewshot}}]
+        datasets: [{{name: birds}}]
+        """)
 
     def digests() -> dict[str, str]:
         case_digest.cache_clear()
@@ -267,8 +253,7 @@ def test_a_comparison_tells_results_of_changed_code_apart(brightness, tmp_path):
         return {case.encoder.entry.name: case_digest(case) for case in cases_of(read_entries(config))}
 
     before = digests()
-    start_a_new_process()
-    brightness.write_text(brightness.read_text() + "\n# changed\n")
+    start_a_new_process(brightness)
     after = digests()
     assert before["own"] != after["own"] and before["colours"] == after["colours"]
 
@@ -277,7 +262,7 @@ def test_a_comparison_tells_results_of_changed_code_apart(brightness, tmp_path):
 def test_a_plan_that_is_read_without_its_code_is_refused(setting):
     """Its finished trainings would be taken for others, and its tables be written without them."""
     entry = EncoderEntry("own", "runs/own", train="pretrain", train_options={setting: "mine"})
-    with pytest.raises(UserError, match=rf"{setting} is mine; it must be .* registered by --import"):
+    with refused(rf"{setting} is mine; it must be .* registered by --import"):
         training_settings(entry, 0)
 
 
@@ -291,7 +276,7 @@ from mpp.data.workers import start_worker
 start_worker(torch.zeros(2, 2, dtype=torch.int64), ["--import={brightness}"], 0)
 print("brightness" in OBJECTIVES)
 """
-    ended = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
+    ended = run_command(sys.executable, "-c", command)
     assert ended.stdout == "True\n", ended.stderr
 
 
@@ -299,7 +284,7 @@ def test_a_file_that_changes_is_not_taken_for_the_new_one_and_loader_processes_s
     """A fork has the code of its parent: to edit a file does not end the run that trains with it."""
     take_imports([f"--import={brightness}"])
     brightness.write_text("1 / 0\n")
-    with pytest.raises(UserError, match=r"brightness\.py has changed since this process imported it"):
+    with refused(r"brightness\.py has changed since this process imported it"):
         take_imports([f"--import={brightness}"])
     notes = torch.zeros(2, 2, dtype=torch.int64)
     process = multiprocessing.get_context("fork").Process(target=start_worker, args=(notes, import_words(), 0))
@@ -321,9 +306,8 @@ def test_a_package_is_known_by_all_its_python_files(pretrain, tmp_path, monkeypa
     folder = pretrain(*words)
     copies = {path.relative_to(folder / "imports").as_posix() for path in (folder / "imports").rglob("*.py")}
     assert copies == {f"mypackage/{name}.py" for name in ("__init__", "deep/patterns", "deep/helpers")}
-    start_a_new_process()
-    (package / "deep" / "helpers.py").write_text("value = 2\n")
-    with pytest.raises(UserError, match=r"--import mypackage/deep/helpers\.py"):
+    start_a_new_process(package / "deep" / "helpers.py")
+    with refused(r"--import mypackage/deep/helpers\.py"):
         pretrain(*words)
 
 
@@ -380,9 +364,8 @@ def test_a_mistake_is_mended_and_the_same_command_begins_anew(pretrain, tmp_path
     file.write_text(REGRESSION)
     folder = pretrain(*words)
     assert (folder / "imports" / "mine.py").read_text() == REGRESSION
-    start_a_new_process()
-    file.write_text(f"{REGRESSION}\n# changed\n")
-    with pytest.raises(UserError, match=r"another config: --import mine\.py"):
+    start_a_new_process(file)
+    with refused(r"another config: --import mine\.py"):
         pretrain(*words)
 
 
@@ -400,24 +383,18 @@ WRONG_NETWORKS = {
 def test_a_network_that_cannot_train_or_be_exported_is_refused(pretrain, tmp_path, kind):
     change, message = WRONG_NETWORKS[kind]
     (tmp_path / "mine.py").write_text(f"{REGRESSION}\n{change}\n")
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         pretrain(f"--import={tmp_path / 'mine.py'}", "--objective.name=mine", "--network.name=mine")
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "OBJECTIVES['mine'] = Mine",
-        "OBJECTIVES['pixels'] = Mine",
-        "NETWORKS['predictor'] = Network",
-        "PATTERNS['random'] = Mine",
-    ],
+    "parts, name",
+    [("OBJECTIVES", "mine"), ("OBJECTIVES", "pixels"), ("NETWORKS", "predictor"), ("PATTERNS", "random")],
 )
-def test_a_name_that_is_taken_is_refused(tmp_path, line):
+def test_a_name_that_is_taken_is_refused(tmp_path, parts, name):
     (tmp_path / "mine.py").write_text(REGRESSION)
-    (tmp_path / "second.py").write_text(f"{REGRESSION.partition('OBJECTIVES[')[0]}\n{line}\n")
-    name = line.split("'")[1]
-    with pytest.raises(UserError, match=rf"second\.py failed: .*\.\w+ {name} is already that of m"):
+    (tmp_path / "second.py").write_text(f"{REGRESSION.partition('OBJECTIVES[')[0]}\n{parts}['{name}'] = Mine\n")
+    with refused(rf"second\.py failed: .*\.\w+ {name} is already that of m"):
         take_imports([f"--import={tmp_path / 'mine.py'}", f"--import={tmp_path / 'second.py'}"])
 
 
@@ -454,30 +431,95 @@ def mine_bare(pretrained=False, **settings):
 def test_an_encoder_of_an_import_is_loaded_with_it_and_refused_without(pretrain, monkeypatch, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(ENCODERS)
-    monkeypatch.setattr(registry, "_model_entrypoints", dict(registry._model_entrypoints))
+    monkeypatch.setattr(timm_registry, "_model_entrypoints", dict(timm_registry._model_entrypoints))
     folder = pretrain(f"--import={file}", "--model.name=mine_squares", "--run.steps=1", without="--model")
     assert len(mpp.load_encoder(folder).blocks) == 1
-    refused = {
-        "oblong": r"8 x 4 pixels; it must be a square",
-        "bare": r"mine_bare; it must be .*build_model_with_cfg",
-    }
-    for name, message in refused.items():
-        with pytest.raises(UserError, match=message):
+    for name, message in (
+        ("oblong", "8 x 4 pixels; it must be a square"),
+        ("bare", "it must be .*build_model_with_cfg"),
+    ):
+        with refused(message):
             pretrain(f"--model.name=mine_{name}", dir=tmp_path / name, without="--model")
 
     start_a_new_process()
-    registry._model_entrypoints.pop("mine_squares")
+    timm_registry._model_entrypoints.pop("mine_squares")
     for source in (folder, folder / "encoder"):
-        with pytest.raises(UserError, match=f"{folder} uses custom code: add --import mine.py "):
+        with refused(f"{folder} uses custom code: add --import mine.py "):
             mpp.load_encoder(source)
-    alone = (folder / "encoder").rename(tmp_path / "published")
-    with pytest.raises(UserError, match="mine_squares"):
-        mpp.load_encoder(alone)
+    with refused("mine_squares"):
+        mpp.load_encoder((folder / "encoder").rename(tmp_path / "published"))
 
 
-def test_a_run_is_not_resumed_without_its_code(pretrain, brightness):
-    pretrain(f"--import={brightness}", BRIGHTNESS)
-    start_a_new_process()
-    with pytest.raises(UserError, match=r"run uses custom code: add --import brightness\.py "):
-        pretrain(BRIGHTNESS)
-    assert "brightness" not in sys.modules
+# --- the registry of evaluations: what it names exists, and a file of a user adds another evaluation ---
+
+
+def test_a_name_is_given_once():
+    other = Evaluation("knn", "elsewhere", "elsewhere.Config", "frozen features", "another kNN")
+    with refused(r"evaluation knn is already that of evaluation\.knn; choose another name"):
+        registry.register(other)
+
+
+NEAREST_CENTROID = ROOT / "tests" / "nearest_centroid.py"
+"""The example of evaluation/README.md."""
+
+
+def test_the_page_shows_the_example():
+    _, _, shown = NEAREST_CENTROID.read_text().partition("def evaluate")
+    assert shown in (ROOT / "evaluation" / "README.md").read_text()
+
+
+def test_the_example_of_an_evaluation_is_a_command(tmp_path, monkeypatch, capsys):
+    write_cats_and_dogs(tmp_path / "images")
+    words = ["--encoder=floor:pixels", "--img_size=32", f"--data.path={tmp_path}/images", "--data.eval_fraction=0.25"]
+    words += [f"--import={NEAREST_CENTROID}", "--threads=1", f"--out={tmp_path}/report.json"]
+    monkeypatch.setattr(sys, "argv", ["mpp", "centroid", *words])
+    cli.main()
+    report = json.loads((tmp_path / "report.json").read_text())
+    (result,) = report["results"]
+    assert (result["order"], result["accuracy"], result["depth"], result["outcomes"]) == (2, 1.0, 1, 0)
+    assert load_outcomes(tmp_path / "report.json").class_names == ["cat", "dog"]
+    monkeypatch.setattr(sys, "argv", ["mpp", "--help", f"--import={NEAREST_CENTROID}"])
+    cli.main()
+    assert "  centroid     nearest-centroid accuracy\n" in capsys.readouterr().out
+
+
+def test_the_example_of_an_evaluation_is_compared(tmp_path):
+    write_cats_and_dogs(tmp_path / "images")
+    (tmp_path / "compare.yaml").write_text(
+        f"""
+        dir: {tmp_path / "compared"}
+        encoders: [{{name: colours, encoder: floor:pixels, options: {{img_size: 32}}}}]
+        evaluations: [{{name: nearest centroid, command: centroid, options: {{threads: 1}}}}]
+        datasets: [{{name: pets, options: {{data.path: {tmp_path}/images, data.eval_fraction: 0.25}}}}]
+        """
+    )
+    compare.main([f"--import={NEAREST_CENTROID}", "--config", str(tmp_path / "compare.yaml")])
+    summary = json.loads((tmp_path / "compared" / "results.json").read_text())["summary"]
+    cell = summary["comparison"]["colours"]["nearest centroid 2"]
+    assert (cell["mean"], cell["std"], cell["count"]) == (1.0, 0.0, 1) and cell["interval"][1] == 1.0
+
+
+LABELS = np.array([0, 2, 4, 2])
+FEATURES = LabelledFeatures(np.zeros((4, 3)), LABELS, np.zeros((4, 3)), LABELS)
+
+
+@pytest.mark.parametrize(
+    "predicted, given",
+    [
+        (np.int64(2), r"int64 of shape \(\); it must be one for each of 4 test images"),
+        (LABELS + 0.3, r"float64 of shape \(4,\); it must be \(4,\) whole numbers, each a class of the labels"),
+        (np.zeros((4, 5), int), r"int64 of shape \(4, 5\); it must be \(4,\) whole numbers"),
+        (np.array([0, 9, 4, 2]), r"int64 of shape \(4,\); it must be \(4,\) whole numbers, each a class of the labels"),
+    ],
+)
+def test_predictions_that_are_no_classes_are_refused(predicted, given):
+    """Each would count as the next class: 1.3 and 1 as class 2."""
+    with refused(f"^the array of an evaluation's predictions is {given}"):
+        FEATURES.outcomes(predicted)
+
+
+def test_an_accuracy_of_numpy_is_written(tmp_path):
+    results = [{"accuracy": np.float32(0.5), "shots": np.int64(5)}, {"accuracy": np.float32("nan")}]
+    write_json(tmp_path / "mine.json", {"results": results})
+    written = json.loads((tmp_path / "mine.json").read_text())
+    assert written == {"results": [{"accuracy": 0.5, "shots": 5}, {"accuracy": None}]}

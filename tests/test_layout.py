@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 import yaml
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, run_command
 
 DISTRIBUTION = "masked-patch-prediction"
 MODULES = [path for folder in ("mpp", "evaluation") for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
@@ -47,22 +47,18 @@ def test_the_hosted_workflow_runs_the_pairs_of_versions_that_a_person_can_run():
     assert all(constraint == "-" or (ROOT / constraint).is_file() for *_, constraint in pairs)
 
 
-def test_top_level_is_what_the_readme_says():
-    allowed = {"mpp", "configs", "evaluation", "tests", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff"}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+def tracked_files():
+    """The names of what git tracks."""
+    tracked = run_command("git", "ls-files")
     if tracked.returncode:
         pytest.skip("not a git checkout")
-    top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    return tracked.stdout.splitlines()
+
+
+def test_top_level_is_what_the_readme_says():
+    allowed = {"mpp", "configs", "evaluation", "tests", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff"}
+    top = {name.split("/")[0] for name in tracked_files()}
     assert {name for name in top if not name.startswith(".")} == allowed
-
-
-def test_birds_travel_with_the_package():
-    assert {path.name for path in (ROOT / "mpp" / "birds").iterdir()} == {
-        "ATTRIBUTION.md",
-        "outlines.json",
-        "train-00000-of-00001.parquet",
-        "test-00000-of-00001.parquet",
-    }
 
 
 INSTALLED = """
@@ -82,11 +78,8 @@ run("mpp.pretrain", "--config", "cifar11")
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """The sdist of what is tracked, and the wheel that is built from this sdist: what an index would get."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if tracked.returncode:
-        pytest.skip("not a git checkout")
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in tracked.stdout.splitlines():
+    for name in tracked_files():
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
@@ -140,3 +133,36 @@ def test_python_in_the_folder_around_a_clone_imports_the_package(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # as installed
     ended = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+# --- importing mpp and evaluation changes no state of other libraries ---
+
+
+IMPORT_ALL = """
+import csv, importlib, pkgutil, warnings
+import accelerate, datasets, sklearn, timm, torchvision  # which have filters of their own
+import matplotlib
+from PIL import Image
+
+import evaluation, mpp
+
+def state():
+    return {
+        "pixels": Image.MAX_IMAGE_PIXELS,
+        "cell": csv.field_size_limit(),
+        "style": dict(matplotlib.rcParams),
+        "filters": list(warnings.filters),
+    }
+
+before = state()
+for package in (mpp, evaluation):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+after = state()
+print(*(name for name in before if before[name] != after[name]))
+"""
+
+
+def test_importing_all_modules_changes_no_state_of_other_libraries():
+    ended = run_command(sys.executable, "-c", IMPORT_ALL)
+    assert (ended.returncode, ended.stdout.strip()) == (0, ""), ended.stdout + ended.stderr

@@ -10,7 +10,6 @@ import os
 import tarfile
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import webdataset
-from colours import colour, in_train, kind_of, load, save, seen
+from colours import colour, in_train, kind_of, load, save, seen, splits_of, write
+from conftest import refused
 from file_names import ACUTE, CLASS_NAMES, DECOMPOSED, FILE_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,14 +28,13 @@ from image_files import decode_with, tar, write_tar
 from torchvision.datasets import ImageFolder
 
 from evaluation.config.frozen import MaskedDataConfig, ProbeDataConfig
-from mpp.config import DataConfig, ImagesConfig
+from mpp.config import ImagesConfig
 from mpp.data.folder import walk
 from mpp.data.lists import list_images, read_list
 from mpp.data.sources import load_splits
-from mpp.errors import UserError
 
-FEW = settings(max_examples=12, deadline=None, derandomize=True)
-QUICK = settings(max_examples=30, deadline=None, derandomize=True)
+FEW = settings(max_examples=12, derandomize=True)
+QUICK = settings(max_examples=30, derandomize=True)
 TEXTS = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=6)
 LABELS = (
     st.sampled_from(["NA", "None", "null", "nan", "", " ", "-1", "01", "1", "a;b", "a,b", '"', "a\nb", "é"]) | TEXTS
@@ -43,25 +42,7 @@ LABELS = (
 """Cells of a table."""
 
 
-def write(root: Path, files: dict[str, int | str | bytes]) -> Path:
-    """Files by their names: images of a colour by its number, and texts."""
-    for name, content in files.items():
-        if isinstance(content, int):
-            save(root / name, content)
-        else:
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return root
-
-
-def labels(root: Path | str, **config) -> dict[str, dict[str, tuple[int, str | None]]]:
-    """Split -> name -> colour and label."""
-    return {
-        split: {name: (*image,) for name, image in images.items()} for split, images in seen(root, **config).items()
-    }
-
-
-def samples(numbers, end: str = "png", form: str = "PNG", key: str = "{:06d}") -> list[tuple[str, bytes]]:
+def samples(numbers, end: str = "png", form: str = "PNG", key: str = "{:06d}"):
     """Images of three colours with their classes as `cls`."""
     members = []
     for number in numbers:
@@ -87,7 +68,7 @@ class Layout(NamedTuple):
     settings: Mapping[str, str] = MappingProxyType({})
 
 
-def table(*rows: str) -> dict[str, str]:
+def table(*rows: str):
     """A list of images."""
     return {"labels.csv": LIST + "".join(f"{row}\n" for row in rows)}
 
@@ -159,15 +140,12 @@ RIGHT = {
         {"metadata.jsonl": '{"photo": "a.png", "kind": 1}\n{"photo": "b.png", "kind": 2.0}\n'},
         {"file_column": "photo", "label_column": "kind"},
     ),
-    "backslashes": Layout("x/a.png x/b.png", "p: x/a.png; q: x/b.png", table(r"x\a.png,p", r"x\b.png,q")),
-    "no endings": Layout(TWO, "p: a.png; q: b.png", {"labels.tsv": "id.1\timage\tlabel\n1\ta\tp\n2\tb\tq\n"}),
-    "bare names": Layout("x/a.png y/b.png", "p: x/a.png; q: y/b.png", table("a,p", "b.png,q")),
-    "decomposed": Layout(
-        f"{DECOMPOSED}.png b.png",
-        f"p: {DECOMPOSED}.png; q: b.png",
-        table(f"{ACUTE}.png,p", "b.png,q"),
+    "spellings": Layout(
+        f"x/a.png y/b.png y/c.png {DECOMPOSED}.png",
+        f"p: x/a.png {DECOMPOSED}.png; q: y/b.png; r: y/c.png",
+        table(r"x\a.png,p", "b,q", "c.png,r", "b,q", f"{ACUTE}.png,p"),
     ),
-    "repeated": Layout(TWO, "p: a.png; q: b.png", table("a.png,p", "b.png,q", "a.png,p")),
+    "tabs": Layout(TWO, "p: a.png; q: b.png", {"labels.tsv": "id.1\timage\tlabel\n1\ta\tp\n2\tb\tq\n"}),
     "utf-16": Layout(
         TWO,
         "é: a.png; q: b.png",
@@ -247,7 +225,7 @@ REFUSED = {
 }
 
 
-def lay_out(layout: Layout, folder: Path) -> dict[str, int]:
+def lay_out(layout: Layout, folder: Path):
     """Write the files of a layout; name -> colour of its images."""
     colours = {name: number for number, name in enumerate(layout.images.split())}
     write(folder, {**colours, **layout.others})
@@ -258,7 +236,7 @@ def lay_out(layout: Layout, folder: Path) -> dict[str, int]:
 def test_images_have_the_splits_and_labels_of_their_layout(tmp_path, name):
     layout = RIGHT[name]
     colours = lay_out(layout, tmp_path)
-    found = labels(tmp_path, **layout.settings)
+    found = seen(tmp_path, **layout.settings)
     expected = []
     for split in layout.expected.split(" | "):
         pairs = (text.split(": ") for text in split.split("; "))
@@ -274,9 +252,8 @@ def test_layouts_that_say_no_one_thing_are_refused(tmp_path, monkeypatch, name):
     layout = REFUSED[name]
     lay_out(layout, tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=layout.expected) as error:
+    with refused(layout.expected):
         load(tmp_path, **layout.settings)
-    assert "\n" not in str(error.value)
 
 
 # folders --------------------------------------------------------------------------------------------------------------
@@ -334,7 +311,7 @@ def test_a_file_counts_once(tmp_path, links, train, test, left_out, capsys):
     """A held-out name before others, then its own, then the first by a link; as a hub's cache has them."""
     write(tmp_path, {"data/train/a/0.png": 0, "data/train/b/1.png": 1, "data/.store/x": colour(0), "store/a/x.png": 0})
     link_all(tmp_path / "data", links)
-    found = labels(tmp_path / "data")
+    found = seen(tmp_path / "data")
     for split, images in (("train", train), ("test", test)):
         assert {name.removeprefix(f"{split}/") for name in found.get(split, ())} == {*images.split()}
     printed = capsys.readouterr().err
@@ -344,24 +321,14 @@ def test_a_file_counts_once(tmp_path, links, train, test, left_out, capsys):
 def test_a_link_to_an_image_of_another_class_is_refused(tmp_path):
     write(tmp_path, {"train/a/0.png": 0, "train/b/1.png": 1})
     link_all(tmp_path, {"train/b/2.png": "../a/0.png"})
-    with pytest.raises(UserError, match=r"b/2.png \(b\) is a link to .*/a/0.png \(a\), of another label"):
-        labels(tmp_path)
+    with refused(r"b/2.png \(b\) is a link to .*/a/0.png \(a\), of another label"):
+        load(tmp_path)
 
 
 def link_all(folder: Path, links: dict[str, str]) -> None:
     for link, place in links.items():
         (folder / link).parent.mkdir(parents=True, exist_ok=True)
         (folder / link).symlink_to(place)
-
-
-def test_the_order_of_a_file_system_does_not_matter(tmp_path, monkeypatch):
-    for number in range(40):
-        save(tmp_path / "data" / f"{number % 3}" / f"{number}.png", number % 3)
-    (tmp_path / "data" / "x").symlink_to(tmp_path / "data" / "1")
-    expected = walk(str(tmp_path / "data"))
-    scandir = os.scandir
-    monkeypatch.setattr("mpp.data.folder.os.scandir", lambda path: nullcontext(iter([*scandir(path)][::-1])))
-    assert walk(str(tmp_path / "data")) == expected
 
 
 # lists ----------------------------------------------------------------------------------------------------------------
@@ -424,17 +391,16 @@ def test_a_list_anywhere(tmp_path, place, absolute):
 # tar shards -----------------------------------------------------------------------------------------------------------
 
 
-def indexed(path: Path | str, **config) -> dict[str, tuple[int, str | None]]:
+def indexed(path: Path | str, **config):
     """The images of shards: name in its shard -> what it shows, and its label."""
-    return {name.partition(".tar: ")[2]: (*image,) for name, image in in_train(path, **config).items()}
+    return {name.partition(".tar: ")[2]: image for name, image in in_train(path, **config).items()}
 
 
-def streamed(path: Path | str, **config) -> dict[str, tuple[int, str | None]]:
+def streamed(path: Path | str, **config):
     """The same of a stream."""
-    config = DataConfig(path=str(path), streaming=True, **config)
-    (stream,) = load_splits(config, streaming=True).values()
+    (stream,) = splits_of(path, streaming=True, **config).values()
     return {
-        row["image"]["path"]: (kind_of(decode_with(row["image"]["bytes"])), row[config.label_column or "label"])
+        row["image"]["path"]: (kind_of(decode_with(row["image"]["bytes"])), row[config.get("label_column", "label")])
         for row in stream
     }
 
@@ -493,29 +459,24 @@ def test_the_image_and_the_label_of_a_sample(tmp_path, look, name):
 def test_a_picture_of_several_is_chosen_by_its_ending(tmp_path):
     members = [("0.a.png", colour(0)), ("0.b.png", colour(1)), ("0.cls", b"x"), ("1.b.png", colour(2))]
     write(tmp_path, {"train.tar": tar(members)})
-    rows = load_splits(DataConfig(path=str(tmp_path), image_column="b.png"))["train"]
+    rows = splits_of(tmp_path, image_column="b.png")["train"]
     assert rows.column_names == ["b.png", "label"] and rows["label"][:] == ["x", None]
 
 
-def test_folders_in_a_shard_are_classes(tmp_path):
-    """If it has no labels."""
-    members = [(f"{name}/{i}.png", colour(kind)) for kind, name in enumerate("ab") for i in range(2)]
-    write(tmp_path, {"images.tar": tar(members)})
-    assert indexed(tmp_path) == {f"{name}/{i}.png": (kind, name) for kind, name in enumerate("ab") for i in range(2)}
-
-
-def test_folders_in_shards_whose_names_say_no_split_are_splits(tmp_path):
-    names = [f"{split}/{i}.png" for split in ("train", "val") for i in range(4)]
+def test_folders_in_shards_are_classes_and_splits(tmp_path):
+    """If they have no labels, and their names say no split."""
     for shard in range(2):
-        write(tmp_path, {f"{shard}.tar": tar([(name, colour(0)) for name in names[shard::2]])})
-    splits = load_splits(DataConfig(path=str(tmp_path)))
-    assert {split: len(rows) for split, rows in splits.items()} == {"train": 4, "validation": 4}
+        names = [(f"{split}/{name}/{shard}.png", kind) for split in ("train", "val") for kind, name in enumerate("ab")]
+        write(tmp_path, {f"{shard}.tar": tar([(name, colour(kind)) for name, kind in names])})
+    found = seen(tmp_path)
+    assert [sorted(images.values()) for images in found.values()] == [[(0, "a")] * 2 + [(1, "b")] * 2] * 2
+    assert found.keys() == {"train", "validation"}
 
 
 def test_two_masks_of_an_image_are_refused(tmp_path):
     rows = "file_name,mask_file_name\na.png,m/a.png\na.png,m/b.png\nb.png,m/b.png\n"
     write(tmp_path, {"a.png": 0, "b.png": 1, "m/a.png": 2, "m/b.png": 2, "metadata.csv": rows})
-    with pytest.raises(UserError, match=r"two rows of .*a\.png with other"):
+    with refused(r"two rows of .*a\.png with other"):
         load_splits(MaskedDataConfig(path=str(tmp_path)))
 
 
@@ -535,7 +496,6 @@ def test_held_out_labels_of_another_name_leave_the_folders_of_training(tmp_path)
         ("val/photos-00000-of-00001.tar", "validation"),
         ("a-00000-of-00002.tar", "a"),
         ("train_extra-00000-of-00001.tar", "train_extra"),
-        ("my-train-00000-of-00001.tar", "train"),
         ("b-test-00000-of-00001.tar", "test"),
         ("test/val-0.tar", "validation"),
         ("latest-0.tar", "train"),
@@ -543,7 +503,7 @@ def test_held_out_labels_of_another_name_leave_the_folders_of_training(tmp_path)
 )
 def test_words_in_names_of_shards_are_splits(tmp_path, shard, split):
     write(tmp_path, {shard: tar(samples(range(2)))})
-    ((found, rows),) = load_splits(ImagesConfig(path=str(tmp_path)), streaming=True).items()
+    ((found, rows),) = splits_of(tmp_path, streaming=True).items()
     assert found == split and sum(1 for _ in rows) == 2
 
 
@@ -557,7 +517,7 @@ def test_far_shards_are_those_of_this_machine(tmp_path):
         if order is members:
             assert [*streamed(url).items()] == [*streamed(tmp_path).items()]
     for look, place in ((streamed, url), (streamed, tmp_path), (indexed, tmp_path)):
-        with pytest.raises(UserError, match=r"train\.tar cannot be read: .* must be next to each other"):
+        with refused(r"train\.tar cannot be read: .* must be next to each other"):
             look(place)
 
 
@@ -569,7 +529,7 @@ def test_a_damaged_shard_is_named(tmp_path, look):
     broken[2048 + 148] ^= 1  # a checksum
     for data in (*(whole[:left] for left in (200, 550, 600, 1100, 1600, 5000)), bytes(broken)):
         write(tmp_path, {"train.tar": data})
-        with pytest.raises(UserError, match=r"train\.tar cannot be read"):
+        with refused(r"train\.tar cannot be read"):
             look(tmp_path)
 
 
@@ -579,16 +539,16 @@ def test_links_in_shards_and_compressed_ones_are_refused(tmp_path):
             member = tarfile.TarInfo("1.png")
             member.type = kind
             file.addfile(member)
-        with pytest.raises(UserError, match=rf"a\.tar cannot be read: {said}"):
+        with refused(rf"a\.tar cannot be read: {said}"):
             load(tmp_path)
     write(tmp_path, {"a.tar": gzip.compress(tar([]))})
-    with pytest.raises(UserError, match=r"a\.tar cannot be read: .*decompress"):
+    with refused(r"a\.tar cannot be read: .*decompress"):
         load(tmp_path)
 
 
 def test_images_are_read_where_they_stand(tmp_path):
     """In their shard: nothing is copied."""
     write(tmp_path, {"train.tar": tar(samples(range(3)))})
-    rows = load_splits(ImagesConfig(path=str(tmp_path)))["train"]
+    rows = splits_of(tmp_path)["train"]
     assert all(cell["bytes"] is None for cell in rows["image"])
     assert {cell["path"].split("::")[0] for cell in rows["image"]} == {f"tar://{tmp_path}/train.tar"}

@@ -4,22 +4,38 @@ import itertools
 import multiprocessing
 import os
 import threading
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from conftest import views_of
+from colours import load
+from conftest import refused, views_of
+from torch.utils._pytree import tree_leaves
 
-from mpp.config import DataConfig
-from mpp.data import workers
+from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
+from mpp.corruption import Corruption, draw
+from mpp.data import loader, workers
 from mpp.data.dataset import ImageDataset
-from mpp.data.loader import BatchLayout, FixedViewLoader, TrainingBatchSampler, fixed_view_batches, training_loader
+from mpp.data.loader import (
+    BatchLayout,
+    FixedViewLoader,
+    TrainingBatchSampler,
+    WholeImages,
+    cache_decoded,
+    fixed_view_batches,
+    in_memory,
+    training_loader,
+)
 from mpp.data.sources import load_image_datasets
-from mpp.data.views import Batch
+from mpp.data.views import Batch, ViewDataset, collate
 from mpp.data.workers import deaths_explained, kill_workers, loader_processes
-from mpp.errors import UserError
+from mpp.errors import UnreadableImage
 from mpp.pretrain import Pretraining
 from mpp.runtime import hardware
+from mpp.runtime.randomness import FIXED_VIEW
 
 
 def assert_same_images(one: Batch, other: Batch) -> None:
@@ -30,7 +46,7 @@ def assert_same_images(one: Batch, other: Batch) -> None:
 # --- training: how the images of a step are shared out ---
 
 
-def keys_of_steps(batch_size: int | None, processes: int, start: int, stop: int) -> list[list[tuple[int, int]]]:
+def keys_of_steps(batch_size: int | None, processes: int, start: int, stop: int):
     """(epoch, index) of the images of each step of 12, in the order of forward passes and processes."""
     layouts = [BatchLayout.of(12, batch_size, processes, rank) for rank in range(processes)]
     samplers = [TrainingBatchSampler(7, 0, layout, start, stop) for layout in layouts]
@@ -47,7 +63,7 @@ def keys_of_steps(batch_size: int | None, processes: int, start: int, stop: int)
     return steps
 
 
-@pytest.mark.parametrize(("batch_size", "processes"), [(5, 1), (2, 5)])
+@pytest.mark.parametrize("batch_size, processes", [(5, 1), (2, 5)])
 def test_a_steps_images_do_not_depend_on_how_they_are_shared_out(batch_size, processes):
     """Every epoch shows every image once, in another order."""
     expected = keys_of_steps(None, 1, 0, 5)
@@ -77,7 +93,7 @@ def test_shares_differ_by_one_image_at_most_and_fit():
 
 
 @pytest.mark.parametrize(
-    ("images", "batch_size", "processes", "words"),
+    "images, batch_size, processes, words",
     [
         (12, None, 13, r"global_batch_size is 12; .* at least 13"),
         (64, 1, 3, r"batch_size is 1; it must be larger"),
@@ -88,7 +104,7 @@ def test_shares_differ_by_one_image_at_most_and_fit():
 def test_a_global_batch_that_cannot_be_shared_out_is_an_error(images, batch_size, processes, words):
     """The last two where single images are refused."""
     BatchLayout.of(2 * processes, None, processes, 0).require_several("")
-    with pytest.raises(UserError, match=words):
+    with refused(words):
         BatchLayout.of(images, batch_size, processes, 0).require_several("")
 
 
@@ -132,8 +148,8 @@ def test_sets_are_loaded_again_and_again(workers):
 def test_loader_processes_are_forked_before_there_are_threads_and_none_is_left(pretrain, monkeypatch):
     """But for the one that waits for signals: a fork beside a thread that runs may hang. Evaluations fork none."""
     fork, evaluate = os.fork, Pretraining.evaluate
-    forks: list[set[str]] = []  # names of the threads that run
-    forks_before_and_after: list[int] = []
+    forks = []  # names of the threads that run
+    forks_before_and_after = []
     of_others = {thread.name for thread in threading.enumerate()}
 
     def noted_fork():
@@ -156,7 +172,7 @@ def test_loader_processes_are_forked_before_there_are_threads_and_none_is_left(p
 
 
 def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loads(image_folder, monkeypatch):
-    dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
+    dataset, _ = load(image_folder)
     loader = FixedViewLoader(2, workers=1)
     fine = loader.add(views_of(dataset.select(np.array([0, 1]))))
     deadly = loader.add(views_of(dataset.select(np.array([2, 3]))))
@@ -169,13 +185,13 @@ def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loa
 
     monkeypatch.setattr(ImageDataset, "decode", deadly_decode)
     assert len(list(loader.batches(fine))) == 1
-    with pytest.raises(UserError, match=f"a loader process died .* while it read {name};"), deaths_explained():
+    with refused(f"a loader process died .* while it read {name};"), deaths_explained():
         list(loader.batches(deadly))
     kill_workers()
 
 
 @pytest.mark.parametrize(
-    ("given", "gpu", "cores", "processes", "bound", "expected"),
+    "given, gpu, cores, processes, bound, expected",
     [
         (None, False, 64, 1, False, 2),
         (None, False, 1, 1, False, 1),  # torch would warn of two
@@ -193,3 +209,126 @@ def test_loader_processes_follow_the_device(monkeypatch, given, gpu, cores, proc
     monkeypatch.setattr(workers, "cores", lambda: cores)
     monkeypatch.setattr(hardware, "cores", lambda: cores)
     assert loader_processes(DataConfig(workers=given)) == expected
+
+
+# --- decoded images kept in memory ---
+
+
+IMAGE_BYTES = 40 * 48 * 3
+
+
+@pytest.fixture
+def one_broken(image_folder) -> ImageDataset:
+    """Twelve images of 40 x 48 pixels, one of which is no image: its name is 01.png."""
+    (image_folder / "cat" / "01.png").write_bytes(b"no image")
+    dataset, _ = load(image_folder, eval_fraction=0.01)
+    return dataset
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_that_are_held_in_memory_are_the_same(one_broken, workers):
+    cached = cache_decoded(one_broken, DataConfig(workers=workers))
+    for index in range(len(one_broken)):
+        if one_broken.image_name(index).endswith("01.png"):
+            with pytest.raises(UnreadableImage):
+                cached.decode(index, ImagesConfig())
+        else:
+            held = cached.decode(index, ImagesConfig(max_pixels=1))  # would be refused, were it decoded again
+            assert torch.equal(held, one_broken.decode(index, ImagesConfig()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_are_held_in_memory_where_all_fit(one_broken, workers, monkeypatch):
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 2 * IMAGE_BYTES)
+    chunks = [*map(len, WholeImages(one_broken, DataConfig()))]
+    assert chunks[:-1] == [2] * (len(chunks) - 1)
+    size = IMAGE_BYTES * (len(one_broken) - 1)
+    assert cache_decoded(one_broken, DataConfig(workers=workers, cache_gb=size / 1e9)).decoded
+    assert not cache_decoded(one_broken, DataConfig(workers=workers, cache_gb=(size - 1) / 1e9)).decoded
+    one_broken.rows = None  # with no room at all, no image is read
+    assert cache_decoded(one_broken, DataConfig(workers=workers, cache_gb=0)) is one_broken
+
+
+def test_images_that_will_not_fit_are_not_all_decoded(one_broken, monkeypatch):
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 2 * IMAGE_BYTES)
+    monkeypatch.setattr(loader, "TELLING_IMAGES", 2)
+    with patch.object(ImageDataset, "decode", autospec=True, side_effect=ImageDataset.decode) as decode:
+        assert not cache_decoded(one_broken, DataConfig(workers=0, cache_gb=4 * IMAGE_BYTES / 1e9)).decoded
+    assert 0 < decode.call_count <= 3
+
+
+@pytest.mark.parametrize(
+    "randaugment, threads, device, missing, workers",
+    [
+        (0, 2, "cpu", 0, 0),
+        (1, 2, "cpu", 0, None),
+        (0, 3, "cpu", 0, None),
+        (0, 2, "cuda", 0, None),
+        (0, 2, "cpu", 1, None),  # not every image twice
+    ],
+)
+def test_the_training_process_crops_held_images_itself_where_that_is_quick(
+    one_broken, monkeypatch, randaugment, threads, device, missing, workers
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    views = ViewDataset(one_broken, DataConfig(), 32, randaugment=randaugment)
+    chosen = in_memory(views, 2 * len(one_broken) - missing, torch.device(device))
+    assert chosen.data.workers == workers
+    assert bool(chosen.dataset.decoded) == (missing == 0)
+
+
+# --- samples: one view of held-out images, others in each epoch, and replacements of images that cannot be decoded ---
+
+
+def test_held_out_images_have_one_view_and_training_images_one_an_epoch():
+    """Also where runs have other seeds, but for another cut."""
+    _, test = load_image_datasets(DataConfig())
+    views = views_of(test)
+    other = replace(views, seed=1)
+    for one, two in zip(tree_leaves(views[FIXED_VIEW, 3]), tree_leaves(other[FIXED_VIEW, 3]), strict=True):
+        assert one is two is None or torch.equal(one, two)
+    assert not torch.equal(views[0, 3].images, views[1, 3].images)
+    assert not torch.equal(views[0, 3].images, other[0, 3].images)
+    assert views_of(replace(test, labels=None))[FIXED_VIEW, 3].labels == -1
+    moved = replace(views, data=replace(views.data, cut_seed=1))
+    assert not torch.equal(views[FIXED_VIEW, 3].corruption.positions, moved[FIXED_VIEW, 3].corruption.positions)
+
+
+def test_unreadable_images_are_named_and_replaced(image_folder):
+    (image_folder / "cat" / "broken.png").write_bytes(b"nothing")
+    (image_folder / "cat" / "text.jpg").write_text("this is no image")
+    train, _ = load(image_folder, eval_fraction=0.01)
+    views = views_of(train)
+    names = {index: train.image_name(index) for index in range(len(train))}
+    broken = {index for index, name in names.items() if name.endswith(("broken.png", "text.jpg"))}
+    for index in broken:
+        sample = views[0, index]
+        assert int(sample.indices) not in broken
+        assert names[index] in sample.unreadable[0]
+        assert torch.equal(sample.images, views[0, index].images)  # always replaced by the same
+    assert views[0, min(names.keys() - broken)].unreadable == []
+
+
+# --- batches that loader processes send ---
+
+
+@pytest.mark.parametrize("pattern", ["random", "multiblock", None])
+def test_a_loader_process_sends_one_tensor_and_the_batch_arrives_unchanged(pattern, monkeypatch):
+    samples = []
+    for index in range(3):
+        corruption = pattern and draw(CorruptionConfig(pattern=pattern), (14, 14), 0, 0, index)
+        pixels = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
+        samples.append(Batch(pixels, corruption, torch.tensor([3, -1]), torch.tensor(2**40 + index), []))
+    sent = collate(samples)._replace(cursor=torch.arange(6), unreadable=["broken.png: empty"])
+    share, files = torch.UntypedStorage._share_fd_cpu_, []
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_share_fd_cpu_", lambda storage: files.append(storage.nbytes()) or share(storage)
+    )
+    arrived = ForkingPickler.loads(ForkingPickler.dumps(sent))
+    assert files == [sent.images.nbytes]
+    assert type(arrived) is Batch and type(arrived.corruption) is (Corruption if pattern else type(None))
+    for one, other in zip(tree_leaves(sent), tree_leaves(arrived), strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+        else:
+            assert one == other

@@ -1,13 +1,13 @@
 """Python's door: what a notebook calls."""
 
 import math
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import timm
 import torch
+from conftest import refused, run_command
 from PIL import Image
 
 import mpp
@@ -38,7 +38,7 @@ except ValueError as error:
 
 @pytest.mark.faults
 def test_a_fresh_kernel_trains_loads_and_extracts(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", CELLS, str(tmp_path / "run")], capture_output=True, text=True)
+    ended = run_command(sys.executable, "-c", CELLS, str(tmp_path / "run"))
     *_, shape, refused = ended.stdout.splitlines()
     assert shape == "(3, 16)" and refused.startswith("objective.grid is 2; it must be 4 or left out"), ended.stderr
 
@@ -50,8 +50,8 @@ def test_features_of_images_in_memory_are_those_of_the_evaluation(finished_run):
     assert math.floor(32 / timm_config["crop_pct"]) == 37  # of the whole image the run's share, 0.875, to the nearest
     found = mpp.extract_features(encoder, images, representation="both")
     assert found.shape == (70, 32) and found.dtype == torch.float32
-    arrays = [Image.fromarray(np.asarray(image.permute(1, 2, 0))) for image in images]
-    torch.testing.assert_close(mpp.extract_features(encoder, arrays, representation="both"), found)
+    pictures = [Image.fromarray(np.asarray(image.permute(1, 2, 0))) for image in images]
+    torch.testing.assert_close(mpp.extract_features(encoder, pictures, representation="both"), found)
     encoder.pretrained_cfg["crop_pct"] = 1.0  # nothing is resized then
     (expected,) = load_frozen_encoder(str(finished_run))(images, "both", [2])
     torch.testing.assert_close(mpp.extract_features(encoder, images, representation="both"), expected)
@@ -61,7 +61,7 @@ def test_features_of_images_in_memory_are_those_of_the_evaluation(finished_run):
 
 
 @pytest.mark.parametrize(
-    ("images", "said"),
+    "images, said",
     [
         (torch.rand(2, 3, 32, 32), r"torch.float32 \(3, 32, 32\) each up to .*; it must be PIL images"),
         (torch.zeros(2, 32, 32, 3, dtype=torch.uint8), r"torch.uint8 \(32, 32, 3\) each"),
@@ -70,7 +70,7 @@ def test_features_of_images_in_memory_are_those_of_the_evaluation(finished_run):
     ],
 )
 def test_images_that_are_none_are_refused(finished_run, images, said):
-    with pytest.raises(ValueError, match=f"images is {said}"):
+    with refused(f"images is {said}"):
         mpp.extract_features(mpp.load_encoder(finished_run), images)
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from conftest import refused
 from model_inputs import HALVES
-from torch import Tensor, nn
+from torch import nn
 
 import mpp
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import draw, stack
-from mpp.errors import UserError
 from mpp.features.metrics import nearest_visible
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
@@ -19,7 +19,7 @@ from mpp.models.encoder import build_encoder
 SMALL = dict(width=16, depth=1, heads=2)
 
 
-def exported(folder: Path, size: tuple[int, int], **settings) -> nn.Module:
+def exported(folder: Path, size, **settings) -> nn.Module:
     """A small encoder of images of this size, all of whose weights matter, and that is exported to a folder."""
     encoder = build_encoder(ModelConfig(img_size=size, **SMALL | settings))
     for parameter in encoder.parameters():
@@ -28,7 +28,7 @@ def exported(folder: Path, size: tuple[int, int], **settings) -> nn.Module:
     return encoder
 
 
-def load_ways(source: Path, size: tuple[int, int], **settings) -> list:
+def load_ways(source: Path, size, **settings) -> list:
     """Both doors through which weights of another size come in."""
     config = ModelConfig(img_size=size, init_from=str(source), **SMALL | settings)
     return [lambda: mpp.load_encoder(source, img_size=size), lambda: build_encoder(config)]
@@ -47,23 +47,6 @@ def test_nearest_visible_patches_by_search(grid):
             for other in visible
         )
         assert two_nearest == [other for _, other in by_distance[:2]]
-
-
-def test_turned_images_and_weights_give_turned_tokens():
-    wide = build_encoder(ModelConfig(img_size=(16, 32), patch_size=8, **SMALL)).eval()
-    tall = build_encoder(ModelConfig(img_size=(32, 16), patch_size=8, **SMALL)).eval()
-    turned = torch.arange(8).view(2, 4).T.flatten()  # positions in the wide grid, in the order of the tall one
-
-    def turn_patches(tokens: Tensor) -> Tensor:
-        return torch.cat([tokens[:, :1], tokens[:, 1:][:, turned]], 1)
-
-    state = wide.state_dict()
-    state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].transpose(2, 3)
-    state["pos_embed"] = turn_patches(state["pos_embed"])
-    tall.load_state_dict(state)
-    images = torch.randn(2, 3, 16, 32)
-    tokens = tall.forward_features(images.transpose(2, 3))
-    torch.testing.assert_close(tokens, turn_patches(wide.forward_features(images)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [None, "vit_tiny_patch16_224"])
@@ -100,7 +83,7 @@ def test_other_tables_fit_their_own_oblong_alone(tmp_path, kind):
     source = exported(tmp_path, own, **settings)
     for size in ((2 * own[0], 2 * own[1]), own[::-1], (2 * own[0], own[1] // 2)):
         for load in load_ways(tmp_path, size, **settings):
-            with pytest.raises(UserError, match="fit this size alone"):
+            with refused("fit this size alone"):
                 load()
     for load in load_ways(tmp_path, own, **settings):
         loaded = load().state_dict()
@@ -115,8 +98,3 @@ def test_weights_of_other_patches_begin_an_oblong_encoder(tmp_path):
     assert coarse.pos_embed.shape == (1, 1 + 2 * 4, 16)
     grey = mpp.load_encoder(tmp_path, in_chans=1)
     assert grey(torch.rand(1, 1, 16, 32)).shape == (1, 16)
-
-
-def test_a_size_of_half_a_patch_is_refused(pretrain):
-    with pytest.raises(UserError, match="a multiple of the patch size"):
-        pretrain("--model.img_size=[16,30]", "--model.patch_size=8")

@@ -1,15 +1,17 @@
 """Pages of the documentation: links lead somewhere, tables are whole, and commands and examples work."""
 
+import os
 import re
 import shlex
-from collections.abc import Iterator
 from functools import lru_cache
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
+import nbformat
 import pytest
 from conftest import ROOT, picture
+from nbclient import NotebookClient
 from PIL import Image
 
 from evaluation.cli import commands, locate_command
@@ -91,7 +93,7 @@ def test_pages_are_short_enough_to_be_read():
     assert lines[ROOT / "README.md"] <= 120 and max(lines.values()) <= 200 and sum(lines.values()) <= 3100
 
 
-def commands_of(page: Path) -> Iterator[list[str]]:
+def commands_of(page: Path):
     """The commands of mpp on a page, in blocks and in lines, as words: the command's name first."""
     text = CODE_BLOCK.sub("", page.read_text())
     blocks = [line.strip() for line in text.replace("\\\n", " ").splitlines() if line.startswith("    ")]
@@ -134,7 +136,7 @@ def test_commands_of_a_page_have_settings_that_exist_and_fit(page, monkeypatch):
 
 
 @lru_cache
-def all_settings() -> set[str]:
+def all_settings():
     """The settings of all commands."""
     found = set()
     for name in commands():
@@ -166,7 +168,7 @@ def test_the_yaml_of_a_page_is_a_comparison_or_a_sweep(page, tmp_path):
                 evaluation_settings(case)  # raises where one does not exist
 
 
-def python_of(page: str) -> list[str]:
+def python_of(page: str):
     """The examples in Python on a page."""
     return PYTHON.findall((ROOT / page).read_text())
 
@@ -188,3 +190,43 @@ def test_the_python_of_the_page_on_encoders_works(finished_run, tmp_path, monkey
     exec(of_photos, names)
     width = names["encoder"].embed_dim
     assert names["features"].shape == (1, width) and names["tokens"].shape == (1, 1 + 16, width)
+
+
+# --- the notebook runs from its first cell to its last, and its pictures are in it ---
+
+
+TOUR = ROOT / "evaluation" / "tour.ipynb"
+LIGHTER = {  # one thread beside other tests, and no report
+    "(config.run, dir=": "(config.run, report=False, threads=1, dir=",
+    "images=4)": "images=4, threads=1)",
+    '"precision": "fp32"}': '"precision": "fp32", "threads": 1}',
+}
+
+
+def pictures(notebook) -> int:
+    outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
+    return sum("image/jpeg" in output.get("data", {}) for output in outputs)
+
+
+def test_the_notebook_has_its_pictures_and_no_path_of_a_machine():
+    text = TOUR.read_text()
+    assert pictures(nbformat.reads(text, as_version=4)) == 4 and len(text) < 1_000_000
+    words = re.sub('"image/jpeg": "[^"]*"', "", text)  # whose letters may be any
+    assert not re.search("/(home|root|tmp)/", words)
+
+
+@pytest.mark.faults
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPP_TOUR_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("MPP_TOUR_STEPS", "3")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    notebook = nbformat.read(TOUR, as_version=4)
+    for cell in notebook.cells:
+        cell.pop("outputs", None) if cell.cell_type != "code" else cell.update(outputs=[])
+        for there, here in LIGHTER.items():
+            cell.source = cell.source.replace(there, here)
+    assert all(any(here in cell.source for cell in notebook.cells) for here in LIGHTER.values())
+    NotebookClient(
+        notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    assert pictures(notebook) == 4

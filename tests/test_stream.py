@@ -1,22 +1,27 @@
 """Streams: every image once an epoch, whichever process reads it; exact resumption; shards of every format."""
 
-import io
+import os
+import shutil
+import tarfile
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product, zip_longest
+from pathlib import Path
 from typing import NamedTuple
 
 import datasets
 import fsspec
 import pytest
 import torch
-from conftest import dataset_of, encoded, picture, read_metrics
+from conftest import Killed, dataset_of, encoded, picture, read_metrics, refused
 
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
+from mpp.data import shards
 from mpp.data.loader import BatchLayout
-from mpp.data.shards import ROW_BITS, load_streamed
+from mpp.data.shards import ROW_BITS, ROWS_FILE, Shards, load_streamed
 from mpp.data.stream import Cursor, StreamedBatches, stream_workers, streaming_loader
 from mpp.data.views import ViewDataset
-from mpp.errors import Undecodable, UserError
+from mpp.errors import ReadFailed, Undecodable
+from mpp.runtime.randomness import Stream, permutation
 
 SHARDS = 6
 ROWS = 11  # of a shard
@@ -39,9 +44,8 @@ def image_of(shard: int, row: int) -> bytes:
 
 def rows_of(shard: int) -> datasets.Dataset:
     """Eleven images of a shard; their labels tell them apart. Their masks and captions are not to be read."""
-    images = [image_of(shard, row) for row in range(ROWS)]
-    rows = dataset_of(images, label=[shard * ROWS + row for row in range(ROWS)], caption=["a"] * ROWS)
-    masks = dataset_of([b"broken"] * ROWS).rename_column("image", "mask")
+    rows = dataset_of([image_of(shard, row) for row in range(ROWS)], label=range(shard * ROWS, shard * ROWS + ROWS))
+    masks = dataset_of([b"broken"] * ROWS, caption=["a"] * ROWS).rename_column("image", "mask")
     return datasets.concatenate_datasets([rows, masks], axis=1)
 
 
@@ -63,7 +67,7 @@ def stream(folder, rank=0, processes=1, workers=1, block=4) -> StreamedBatches:
     return StreamedBatches(views, BatchLayout(2 * processes, 1, processes, rank), 0, 1000, {}, max(1, workers))
 
 
-def read(batches: StreamedBatches, worker: int, count: int, cursor: Cursor = START) -> tuple[list[Seen], Cursor]:
+def read(batches: StreamedBatches, worker: int, count: int, cursor: Cursor = START):
     """The samples that a worker reads from `cursor` on, and the cursor after them."""
     seen = []
     for sample, after in islice(batches.samples(worker, cursor), count):
@@ -72,15 +76,13 @@ def read(batches: StreamedBatches, worker: int, count: int, cursor: Cursor = STA
     return seen, after
 
 
-@pytest.mark.parametrize(("processes", "workers", "block"), [(1, 2, 100), (2, 3, 4)])
+@pytest.mark.parametrize("processes, workers, block", [(1, 2, 100), (2, 3, 4)])
 def test_every_image_is_read_once_an_epoch_and_looks_the_same_whoever_reads_it(parquet, processes, workers, block):
     alone, _ = read(stream(parquet, block=7), 0, 2 * SHARDS * ROWS)
-    shared: list[Seen] = []
-    for rank in range(processes):
-        for worker in range(workers):
-            reader = stream(parquet, rank, processes, workers, block)
-            count = 2 * SHARDS * ROWS // (processes * workers)
-            shared += read(reader, worker, count)[0]
+    shared = []
+    for rank, worker in product(range(processes), range(workers)):
+        reader = stream(parquet, rank, processes, workers, block)
+        shared += read(reader, worker, 2 * SHARDS * ROWS // (processes * workers))[0]
     assert sorted(shared) == sorted(alone)
     assert len({(sample.epoch, sample.index) for sample in alone}) == 2 * SHARDS * ROWS
 
@@ -88,7 +90,7 @@ def test_every_image_is_read_once_an_epoch_and_looks_the_same_whoever_reads_it(p
 def test_epochs_and_blocks_are_shuffled(parquet):
     seen, _ = read(stream(parquet), 0, 2 * SHARDS * ROWS)
     first, second = ([sample.index for sample in seen if sample.epoch == epoch] for epoch in (0, 1))
-    assert first != second != sorted(second)
+    assert second != sorted(second)
     orders = [list(dict.fromkeys(index >> ROW_BITS for index in indices)) for indices in (first, second)]
     assert orders[0] != orders[1]
     rows = [index & 0xFFFF for index in first]
@@ -144,13 +146,10 @@ def test_batches_come_from_workers_in_turn_and_resume(parquet, workers):
         assert torch.equal(resumed[0].images, whole[stop].images)
 
 
-def test_without_a_held_out_split_some_shards_are_held_out(tmp_path):
+def test_without_a_held_out_split_some_shards_are_held_out(parquet):
     """And not trained on. These are elsewhere, and named by a pattern."""
-    for shard in range(SHARDS):
-        buffer = io.BytesIO()
-        rows_of(shard).to_parquet(buffer)
-        fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/train-{shard:05d}-of-00006.parquet", buffer.getvalue())
-    data = DataConfig(path=f"memory://{tmp_path.name}/train-*.parquet", streaming=True, image_column="image")
+    fsspec.filesystem("memory").put(f"{parquet}/train-*", f"/{parquet.name}/")
+    data = DataConfig(path=f"memory://{parquet.name}/train-*.parquet", streaming=True, image_column="image")
     shards, known, held_out = load_streamed(data, 20, 1000)
     views = ViewDataset(shards, data, 16, 3, CorruptionConfig(), (2, 2))
     batches = StreamedBatches(views, BatchLayout(1, 1, 1, 0), 0, 1000, {}, 1)
@@ -171,7 +170,7 @@ def test_a_worker_that_is_dealt_empty_shards_waits_for_others(parquet):
     assert {sample.index >> ROW_BITS for sample in seen} == {0}
     assert seen[-1].epoch > 1  # its shard was an empty one meanwhile
     batches.shards = replace(batches.shards, stream=whole.filter(lambda _: False))
-    with pytest.raises(UserError, match="have no rows"):
+    with refused("have no rows"):
         read(batches, 0, 1)
 
 
@@ -188,31 +187,127 @@ def test_unreadable_images_of_a_stream_are_named_and_replaced_until_there_are_no
 
     dataset_of([b"nothing"] * 9).to_parquet(tmp_path / "data" / "train-0.parquet")
     (tmp_path / "data" / "train-1.parquet").rename(tmp_path / "data" / "test.parquet")
-    with pytest.raises(UserError, match=r"cannot be decoded, such as train shard 0 row \d: "):
+    with refused(r"cannot be decoded, such as train shard 0 row \d: "):
         pretrain(*options, dir=tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"train_images": 5}, "data.train_images is 5"),
-        ({"eval_split": None, "eval_fraction": 0.95}, "data.eval_fraction is 0.95"),
-    ],
-)
-def test_what_a_stream_cannot_do_is_said(parquet, settings, words):
-    with pytest.raises(UserError, match=words):
-        load_streamed(DataConfig(**{"path": str(parquet), "streaming": True, "image_column": "image"} | settings), 5, 5)
+@pytest.mark.parametrize("settings", [{"train_images": 5}, {"eval_fraction": 0.95, "eval_split": None}])
+def test_what_a_stream_cannot_do_is_said(parquet, settings):
+    name, value = next(iter(settings.items()))
+    with refused(f"data.{name} is {value}"):
+        load_streamed(DataConfig(path=str(parquet), streaming=True, image_column="image", **settings), 5, 5)
 
 
 def test_a_stream_has_as_many_workers_as_before_or_as_shards_allow(parquet):
     layout = BatchLayout(8, 1, 4, 0)
     views = stream(parquet).views
-    free = replace(views, data=replace(views.data, workers=None))
+    five, one = ({0: [workers, 0, 0, 0, 0]} for workers in (5, 1))  # cursors
+    free, alone = (replace(views, data=replace(views.data, workers=workers)) for workers in (None, 0))
     assert stream_workers(free, layout, {}) == 1  # six shards, four processes
-    assert stream_workers(free, layout, {0: [5, 0, 0, 0, 0]}) == 5
-    alone = replace(views, data=replace(views.data, workers=0))
-    assert stream_workers(alone, layout, {0: [1, 0, 0, 0, 0]}) == 0
-    with pytest.raises(UserError, match=r"data\.workers is 1; it must be 5"):
-        stream_workers(views, layout, {0: [5, 0, 0, 0, 0]})
-    with pytest.raises(UserError, match=r"train has 6 shards; .* 7 data.workers"):
+    assert stream_workers(free, layout, five) == 5
+    assert stream_workers(alone, layout, one) == 0
+    with refused(r"data\.workers is 1; it must be 5"):
+        stream_workers(views, layout, five)
+    with refused(r"train has 6 shards; .* 7 data.workers"):
         stream(parquet, workers=7)
+
+
+# --- samples of a stream that are kept on disk: complete, drawn from many shards, read once ---
+
+
+SIZES = (3, 9, 1, 7, 5)  # rows of the shards
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Shards of several sizes to train on and one that is held out; an image's label is its number."""
+    for number, size in enumerate((*SIZES, 6)):
+        labels = list(range(100 * number, 100 * number + size))
+        rows = dataset_of([encoded(picture(label, (8, 8))) for label in labels], label=labels)
+        name = f"train-{number:05d}-of-00005" if number < len(SIZES) else "test-00000-of-00001"
+        (tmp_path / "data").mkdir(exist_ok=True)
+        rows.to_parquet(tmp_path / "data" / f"{name}.parquet")
+    return tmp_path / "data"
+
+
+def load(folder: Path, probed: int = 8, **settings):
+    """The numbers of the images that are kept: to train on, and held-out ones."""
+    _, *kept = load_streamed(DataConfig(path=str(folder), streaming=True, **settings), probed, 4)
+    assert all(images.encoded(0, DataConfig()) for images in kept)
+    return tuple([int(kept[0].class_names[label]) for label in images.labels] for images in kept)
+
+
+@pytest.mark.parametrize("limit", [1, 4, 17, 100])
+def test_a_sample_is_the_beginnings_of_shards_in_turn(folder, cache, monkeypatch, limit):
+    monkeypatch.setattr(shards, "SHARDS_PER_TURN", 2)
+    monkeypatch.setattr(shards, "ROWS_PER_READ", 2)
+    order = permutation(Stream.CUT, 0, 1, len(SIZES))
+    expected = []
+    for first in range(0, len(SIZES), 2):
+        if len(expected) >= limit:
+            break
+        pair = order[first : first + 2]
+        rows_per_shard = -(-limit // len(pair))
+        beginnings = [range(100 * shard, 100 * shard + min(rows_per_shard, SIZES[shard])) for shard in pair]
+        for turn in zip_longest(*beginnings):
+            expected += [row for row in turn if row is not None]
+    assert load(folder, limit)[0] == expected[:limit]
+
+
+def test_a_second_start_reads_no_image_also_of_a_copy_unless_a_file_changed(folder, cache, monkeypatch):
+    first = load(folder)
+    assert load(folder, eval_seed=1)[0] != first[0]
+
+    def unreadable(*_, **__):
+        raise AssertionError("images are read")
+
+    monkeypatch.setattr(Shards, "blocks", unreadable)
+    assert load(folder) == first
+    assert load(shutil.copytree(folder, folder.parent / "elsewhere")) == first  # with its dates
+    assert len(list(cache.rglob(f"stream-*/{ROWS_FILE}"))) == 3  # the held-out images are the same for both seeds
+    os.utime(folder / "train-00001-of-00005.parquet", (1, 1))
+    with pytest.raises(AssertionError, match="images are read"):
+        load(folder)
+
+
+def test_images_that_nothing_will_look_at_are_not_read(folder, cache):
+    assert len(load_streamed(DataConfig(path=str(folder), streaming=True), 0, 4)[1]) == 0
+    for file in folder.glob("*.parquet"):
+        datasets.Dataset.from_parquet(str(file)).select_columns(["image"]).to_parquet(file)
+    _, known, held_out = load_streamed(DataConfig(path=str(folder), streaming=True), 8, 4)
+    assert len(known) == 0 and held_out.labels is None and len(held_out) == 4
+
+
+def test_reads_of_a_sample_that_fail_are_tried_again(folder, cache, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    read_blocks = Shards.read_blocks
+    failures = iter([OSError("away"), ConnectionError("reset"), OSError("away")])
+
+    def fails_at_first(self, *shard):
+        for error in failures:
+            raise error
+        yield from read_blocks(self, *shard)
+
+    expected = load(folder)
+    shutil.rmtree(cache)
+    monkeypatch.setattr(Shards, "read_blocks", fails_at_first)
+    assert load(folder, read_retries=3) == expected
+    failures = iter([tarfile.ReadError("unexpected end of data")])
+    shutil.rmtree(cache)
+    with refused(r"shard \d is damaged after row 0: unexpected end of data"):
+        load(folder, read_retries=3)
+
+
+@pytest.mark.parametrize("error", [Killed("gone"), ReadFailed("gone")])
+def test_a_sample_that_was_not_read_to_its_end_is_not_used(folder, cache, monkeypatch, error):
+    blocks = Shards.blocks
+
+    def breaks_off(self, shard, size, **options):
+        yield next(blocks(self, shard, 3, **options))
+        raise error
+
+    with monkeypatch.context() as context, pytest.raises(BaseException, match="gone"):
+        context.setattr(Shards, "blocks", breaks_off)
+        load(folder)
+    assert not list(cache.rglob(f"stream-*/{ROWS_FILE}"))
+    assert len(load(folder, 100)[0]) == sum(SIZES)

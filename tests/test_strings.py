@@ -1,10 +1,13 @@
-"""Strings that a user sees, docstrings, comments and pages are in plain English: the worst patterns stay out."""
+"""Strings of the code, docstrings, comments and pages are in plain English: the worst patterns stay out."""
 
+import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 
 import pytest
 from conftest import ROOT
-from strings import remarks, shown_strings
 
 PLAIN_WORDS = {
     r"(?<![{*])\bbeside\b(?!:)": "next to",
@@ -20,27 +23,35 @@ PLAIN_WORDS = {
     r"^(Which|What|Where|How|After how many) ": "the noun first",
 }
 """Pattern -> the plain word."""
-STRINGS = [*shown_strings(), *remarks()]
+SEVERAL_WORDS = re.compile(r"[A-Za-z].*\s.*[A-Za-z]", re.DOTALL)
 GENERATED_PAGES = ("table.md", "settings.md", "ATTRIBUTION.md")
-PAGES = [
-    page
-    for folder in ("", "configs", "evaluation", "mpp", "tests", ".github")
-    for page in (ROOT / folder).glob("**/*.md" if folder else "*.md")
-    if page.name not in GENERATED_PAGES
-]
+
+
+def shown_in_code():
+    """Place and text of each string of several words, and of each comment."""
+    for path in (path for folder in ("mpp", "evaluation") for path in sorted((ROOT / folder).rglob("*.py"))):
+        source = path.read_text(encoding="utf-8")
+        constants = [node for node in ast.walk(ast.parse(source)) if isinstance(getattr(node, "value", None), str)]
+        found = [(node.lineno, node.value) for node in constants if SEVERAL_WORDS.search(node.value)]
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        found += [(token.start[0], token.string.lstrip("# ")) for token in tokens if token.type == tokenize.COMMENT]
+        for line, text in found:
+            yield f"{path.relative_to(ROOT)}:{line}", " ".join(text.split())
+
+
+def lines_of_pages() -> Iterator[tuple[str, str]]:
+    for folder in ("", "configs", "evaluation", "mpp", "tests", ".github"):
+        for page in (ROOT / folder).glob("**/*.md" if folder else "*.md"):
+            if page.name not in GENERATED_PAGES:
+                for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+                    yield f"{page.relative_to(ROOT)}:{number}", line
+
+
+CODE, PAGES = [*shown_in_code()], [*lines_of_pages()]
 
 
 @pytest.mark.parametrize("pattern", PLAIN_WORDS)
-def test_strings_use_the_plain_word(pattern):
-    found = [f"{each.place}: {each.text}" for each in STRINGS if re.search(pattern, each.text)]
-    assert not found, f"write: {PLAIN_WORDS[pattern]}"
-
-
-@pytest.mark.parametrize("pattern", [pattern for pattern in PLAIN_WORDS if not pattern.startswith("^")])
-def test_pages_use_the_plain_word(pattern):
-    found = []
-    for page in PAGES:
-        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-            if re.search(pattern, line):
-                found.append(f"{page.relative_to(ROOT)}:{number}: {line}")
+def test_strings_and_pages_use_the_plain_word(pattern):
+    texts = CODE if pattern.startswith("^") else CODE + PAGES
+    found = [f"{place}: {text}" for place, text in texts if re.search(pattern, text)]
     assert not found, f"write: {PLAIN_WORDS[pattern]}"

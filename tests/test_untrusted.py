@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import encoded, picture
+from conftest import encoded, picture, refused
+from image_files import decode_with, unreadable
 from safetensors import SafetensorError
 
 from evaluation.frozen.encoder import load_frozen_encoder
 from mpp import load_encoder
-from mpp.config import Config, ImagesConfig
+from mpp.config import Config
 from mpp.config.parsing import parse
-from mpp.data.decoding.decode import decode
-from mpp.errors import UnreadableImage, UserError
+from mpp.errors import UserError
 from mpp.pretrain import is_pretraining
 from mpp.runtime.files import sha256_of
 from mpp.training.checkpoint import load_checkpoint, newest_whole, save_checkpoint, snapshot
@@ -49,9 +49,8 @@ def test_yaml_runs_nothing(tmp_path, trap):
     words = f"!!python/object/apply:os.mkdir [{json.dumps(str(trap))}]"
     file = tmp_path / "config.yaml"
     file.write_text(f"run:\n  dir: {words}\nobjective: {{}}\n")
-    with pytest.raises(ValueError) as error:
+    with refused():
         parse(Config, ["--config", str(file)])
-    assert "\n" not in str(error.value)
     assert parse(Config, [f"--run.dir={words}"]).run.dir == words  # a name like any other
     assert not is_pretraining(tmp_path)
 
@@ -61,9 +60,9 @@ def test_a_pickle_beside_or_in_place_of_weights_is_not_loaded(pretrain, trained,
     torch.save({"state_dict": Payload(trap)}, encoder / "pytorch_model.bin")
     load_frozen_encoder(str(encoder))
     (encoder / "pytorch_model.bin").rename(encoder / "model.safetensors")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with refused("cannot be read"):
         load_frozen_encoder(str(encoder))
-    with pytest.raises(ValueError, match="cannot be read"):
+    with refused("cannot be read"):
         pretrain(f"--model.init_from={encoder}", dir=tmp_path / "other")
 
 
@@ -80,28 +79,28 @@ def test_what_an_encoders_config_says_of_weights_elsewhere_is_not_followed(train
     torch.save({"state_dict": Payload(trap)}, encoder / "evil.bin")
     expected = load_encoder(encoder).state_dict()
     config = json.loads((encoder / "config.json").read_text())
-    told = json.loads(json.dumps(words).replace("FOLDER", str(encoder)))
-    config["pretrained_cfg"] |= told
-    (encoder / "config.json").write_text(json.dumps(config | told))
+    words = json.loads(json.dumps(words).replace("FOLDER", str(encoder)))
+    config["pretrained_cfg"] |= words
+    (encoder / "config.json").write_text(json.dumps(config | words))
     with contextlib.suppress(UserError):
-        found = load_frozen_encoder(str(encoder)).model.state_dict()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        torch.testing.assert_close(load_frozen_encoder(str(encoder)).model.state_dict(), expected, rtol=0, atol=0)
 
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """A folder with checkpoints of two steps, and what restores the newest that is whole: -> its step."""
+    """The newer of two checkpoints, and what restores the newest that is whole: -> its step."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     for step in (2, 4):
         save_checkpoint(tmp_path / "run", step, snapshot(model, optimizer))
-    return tmp_path / "run", lambda: load_checkpoint(newest_whole(tmp_path / "run"), model, optimizer)
+    return tmp_path / "run/checkpoints/step_00000004", lambda: load_checkpoint(
+        newest_whole(tmp_path / "run"), model, optimizer
+    )
 
 
 @pytest.mark.parametrize("digests", [{"../../../secret": "0", "/etc/passwd": "0"}, None])
 def test_a_checkpoint_whose_digests_are_senseless_or_name_any_file_is_damaged(checkpoints, capsys, digests):
-    folder, restored = checkpoints
-    newest = folder / "checkpoints" / "step_00000004"
+    newest, restored = checkpoints
     (newest / "state.json").write_text(json.dumps({"sha256": digests}))
     (newest / "model.safetensors").write_bytes(b"nothing")
     assert restored() == 2
@@ -109,8 +108,7 @@ def test_a_checkpoint_whose_digests_are_senseless_or_name_any_file_is_damaged(ch
 
 
 def test_a_pickle_with_the_right_digest_is_not_loaded(checkpoints, trap):
-    folder, restored = checkpoints
-    newest = folder / "checkpoints" / "step_00000004"
+    newest, restored = checkpoints
     torch.save(Payload(trap), newest / "model.safetensors")
     state = json.loads((newest / "state.json").read_text())
     state["sha256"]["model.safetensors"] = sha256_of(newest / "model.safetensors")
@@ -132,5 +130,5 @@ def test_an_image_folder_with_links_and_ways_out_stays_inside(pretrain, tmp_path
 
 def test_formats_that_run_programs_are_refused(trap):
     program = f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n({trap}) (w) file closefile\nshowpage\n"
-    with pytest.raises(UnreadableImage, match="no image file of a known sort"):
-        decode(program.encode(), ImagesConfig())
+    with unreadable("no image file of a known sort"):
+        decode_with(program.encode())

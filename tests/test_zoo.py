@@ -17,7 +17,7 @@ LARGEST_MB = 3
 
 
 @pytest.mark.parametrize("folder", ENCODERS, ids=lambda folder: folder.name)
-def test_an_encoder_loads_by_its_name_and_gives_the_features_of_timm(folder):
+def test_an_encoder_loads_by_its_name_gives_the_features_of_timm_and_is_the_one_of_its_card(folder):
     encoder = mpp.load_encoder(f"zoo:{folder.name}")
     by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     torch.manual_seed(0)
@@ -26,10 +26,6 @@ def test_an_encoder_loads_by_its_name_and_gives_the_features_of_timm(folder):
         features = encoder.forward_features(images)
         torch.testing.assert_close(features, by_timm.forward_features(images), rtol=1e-4, atol=1e-4)
     assert features.std() > 0.1
-
-
-@pytest.mark.parametrize("folder", ENCODERS, ids=lambda folder: folder.name)
-def test_an_encoder_is_the_one_of_its_card(folder):
     weights = folder / "model.safetensors"
     assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
     assert weights.stat().st_size < LARGEST_MB * 1e6
