@@ -8,7 +8,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import TINY, encoded, kill_at, picture, read_metrics, title_and_tags
+from conftest import TINY, encoded, kill_at, picture, read_json, read_metrics, title_and_tags
 from safetensors.torch import load_file, save_file
 
 import mpp
@@ -72,7 +72,7 @@ def fine_tune(folder, encoder, *arguments):
 
 
 def read_report(folder):
-    return json.loads((folder / "finetune.json").read_text())
+    return read_json(folder / "finetune.json")
 
 
 def weights_of(folder):
@@ -94,7 +94,7 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path):
     assert "label_names" not in encoder.pretrained_cfg  # its output is no logits
     assert learned_labels(str(folder))
     assert title_and_tags(folder / "encoder")[0] == "run: encoder trained with labels"
-    assert json.loads((folder / "data.json").read_text())["train"]["classes"] == birds
+    assert read_json(folder / "data.json")["train"]["classes"] == birds
 
 
 SOURCE = "the encoder"
@@ -127,7 +127,7 @@ def test_the_card_gives_plain_timm_the_feature_that_was_judged(kind, encoder, tm
         snippet = (folder / "README.md").read_text().split("```python")[1].split("```")[0]
         exec(snippet.replace("FOLDER", str(folder)), names)
         assert torch.equal(names["features"], expected)
-        settings = json.loads((folder / "config.json").read_text())
+        settings = read_json(folder / "config.json")
         for name in ("global_pool", "fc_norm", "use_fc_norm"):
             settings["model_args"].pop(name, None)
         (folder / "config.json").write_text(json.dumps(settings))
@@ -347,7 +347,7 @@ def test_images_that_cannot_be_decoded_are_not_tested_on(mostly_broken, tmp_path
     assert [name.split("/test/")[-1] for name in outcomes.images] == [*(f"cat/{n}.png" for n in range(4)), "dog/2.png"]
     assert max(read_metrics(run, "heldout/largest_class").values()) == 0.8
     assert list(read_metrics(run, "heldout/accuracy").values())[-1] == pytest.approx(image_scores(outcomes).mean())
-    written = json.loads((run / "supervised.json").read_text())
+    written = read_json(run / "supervised.json")
     assert written["labels"]["images"] == 5 and written["results"][0]["left_out"] == 3
     assert "note: 3 held-out images cannot be decoded and are left out" in capsys.readouterr().out
 

@@ -1,6 +1,5 @@
 """General images (`probe.path`), and the drift of a run from the weights that it began with."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import CUT, TINY, encoded, picture, read_metrics, without_times
+from conftest import CUT, TINY, encoded, picture, read_json, read_metrics, without_times
 from safetensors.torch import load_file
 from server import Command, finish
 from sklearn.neighbors import NearestNeighbors
@@ -178,7 +177,7 @@ def test_a_run_goes_on_with_its_general_images_or_with_none(pretrain, stopped_at
         pretrain(*settings, f"--probe.path={general}")
     run = pretrain(*settings)
     assert set(read_metrics(run, "general/knn/depth_01")) == {0, 2}
-    assert json.loads((run / "data.json").read_text())["probe.path"]["images"] == 15
+    assert read_json(run / "data.json")["probe.path"]["images"] == 15
 
 
 def test_a_run_among_general_images_is_refused(pretrain, general):

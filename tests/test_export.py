@@ -1,6 +1,5 @@
 """Encoders as files for elsewhere: the same numbers as PyTorch's, for every kind, and what is refused."""
 
-import json
 import sys
 from itertools import product
 from unittest.mock import MagicMock
@@ -8,7 +7,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from conftest import picture
+from conftest import picture, read_json
 from model_inputs import randomize
 from PIL import Image
 from test_variants import HYBRID, KINDS, PARTS, build
@@ -35,7 +34,7 @@ def exported(encoder, folder, format, *options):
     """The file's function on images (B, C, H, W), and what the command reported."""
     file = folder / f"encoder.{ENDS[format]}"
     export.main([f"--encoder={encoder}", f"--out={file}", f"--format={format}", *FEW, *options])
-    return export.read_file(file), json.loads(file.with_name(f"{file.name}.json").read_text())
+    return export.read_file(file), read_json(file.with_name(f"{file.name}.json"))
 
 
 def saved(folder, encoder, channels=3):

@@ -1,10 +1,10 @@
 """The few-shot protocol against independent solvers, to the last prediction."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import read_json
 from scipy.stats import binomtest
 
 from evaluation import fewshot, knn, linear
@@ -39,7 +39,7 @@ def run_on_saved(command, data: LabelledFeatures, folder: Path, *options: str) -
     save_features(folder / "f.npz", data)
     out = folder / "r.json"
     command.main([f"--features={folder / 'f.npz'}", f"--out={out}", "--threads=1", *options])
-    return json.loads(out.read_text())["results"]
+    return read_json(out)["results"]
 
 
 def reference(data: LabelledFeatures, shots: int, seed: int, l2: float) -> np.ndarray:
@@ -147,7 +147,7 @@ def test_command_writes_results_summary_and_protocol(tmp_path):
     save_features(tmp_path / "f.npz", features())
     words = [f"--features={tmp_path / 'f.npz'}", f"--out={tmp_path / 'r.json'}"]
     fewshot.main([*words, "--shots=[5,1]", "--seeds=[0,3]", "--l2=1024"])
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = read_json(tmp_path / "r.json")
     cases = [(result["shots"], result["seed"]) for result in report["results"]]
     assert cases == [(5, 0), (1, 0), (5, 3), (1, 3)]
     of_five_shots = [result["accuracy"] for result in report["results"] if result["shots"] == 5]

@@ -1,7 +1,5 @@
 """Heads that probes keep: their weights, what they predict, and the encoder that they are of."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,7 @@ def test_a_kept_head_is_the_one_that_was_tested(trained, tmp_path):
     common = (f"--encoder={trained}", *FAST[:3])
     linear.main([f"--encoder={trained}", *FAST, "--depth=dev", "--save=true"])
     (folder,) = (trained / "evaluation").glob("linear*_head")
-    report = json.loads(folder.with_name(folder.name.replace("_head", ".json")).read_text())
+    report = read_json(folder.with_name(folder.name.replace("_head", ".json")))
     kept = load_head(folder)
     depth = report["protocol"]["chosen_depth"]
     features.main([*common, f"--depth={depth}", f"--out={tmp_path / 'f.npz'}"])

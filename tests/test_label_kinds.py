@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import encoded
+from conftest import encoded, read_json
 from datasets import ClassLabel, List, Value
 from scipy.special import ndtr
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -302,7 +302,7 @@ def test_probes_of_other_kinds_report_their_figures_and_count_missing_labels(
     assert figure in printed
     knn.main([*common, "--neighbours=5", f"--out={tmp_path / 'knn.json'}"])
     for name, least in (("linear", 0.9), ("knn", 0.2)):
-        report = json.loads((tmp_path / f"{name}.json").read_text())
+        report = read_json(tmp_path / f"{name}.json")
         result = report["results"][-1]
         assert result["accuracy"] > least, name
         low, high = result["interval"]
@@ -313,9 +313,7 @@ def test_probes_of_other_kinds_report_their_figures_and_count_missing_labels(
         fewshot.main([*common, f"--out={tmp_path / 'fewshot.json'}"])
     features.main([*common, f"--out={tmp_path / 'f.npz'}"])
     linear.main([f"--features={tmp_path / 'f.npz'}", f"--out={tmp_path / 'again.json'}"])
-    ((before,), (result,)) = (
-        json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in ("linear", "again")
-    )
+    ((before,), (result,)) = (read_json(tmp_path / f"{name}.json")["results"] for name in ("linear", "again"))
     assert {name: before[name] for name in result} == result  # of features no depth is known
 
 

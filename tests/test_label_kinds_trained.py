@@ -1,13 +1,12 @@
 """Training with labels that are several classes, or a number."""
 
-import json
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, read_metrics
+from conftest import TINY, read_json, read_metrics
 from test_label_kinds import colours, redness, write_images
 
 from evaluation import finetune, supervised
@@ -20,10 +19,6 @@ from mpp.errors import UserError
 BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model", "--data.eval_images")))
 SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
 OF_KIND = [pytest.param(redness, (), "number", id="number"), pytest.param(colours, ("--task=several",), "several")]
-
-
-def read_json(path):
-    return json.loads(path.read_text())
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Tables of predictions: names, figures, resumed to the same bytes; of the right encoder, or none."""
 
 import csv
-import json
 import os
 import shutil
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import timm
 from classified_images import FAST, NAMES, OF_TRAINING, predict_to, read_csv, write_images
-from conftest import TINY, encoded, interrupt_after, picture
+from conftest import TINY, encoded, interrupt_after, picture, read_json
 from safetensors.torch import load_file, save_file
 from server import Command
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
@@ -33,7 +32,7 @@ def head(run_with_head):
 
 def read_about(out: Path) -> dict:
     """What is written next to a table."""
-    return json.loads(out.with_name(f"{out.name}.json").read_text(encoding="utf-8"))
+    return read_json(out.with_name(f"{out.name}.json"))
 
 
 def test_a_supervised_run_predicts_what_it_was_tested_with(class_images, tmp_path):
@@ -152,7 +151,7 @@ def test_a_table_with_other_names_of_labels_is_another(head, class_images, tmp_p
         lines = [f"{file.relative_to(class_images)}\t{file.parent.name.replace('owl', misspelt)}" for file in files]
         (tmp_path / "labels.tsv").write_text("\n".join(["file_name\tlabel", *lines]))
         predict_to(tmp_path / "p.csv", head, class_images, f"--data.labels={tmp_path / 'labels.tsv'}")
-        return json.loads((tmp_path / "p.all.json").read_text(encoding="utf-8"))["labels"]["class_names"]
+        return read_json(tmp_path / "p.all.json")["labels"]["class_names"]
 
     assert learned("owll") == [*sorted(NAMES), "owll"]
     with pytest.raises(UserError, match="the existing one is from other images, weights, labels or settings"):

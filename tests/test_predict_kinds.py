@@ -1,6 +1,5 @@
 """Predictions of each kind of label: those of plain timm with the saved weights, and of the files for elsewhere."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import timm
 import torch
 from classified_images import FAST, OF_TRAINING, predict_to
+from conftest import read_json
 from PIL import Image
 from safetensors.torch import load_file
 from test_label_kinds import colours, write_images
@@ -104,7 +104,7 @@ def test_a_fine_tuned_run_predicts_as_plain_timm_with_its_head(kind, tuned, imag
         if kind == "number":
             outputs = outputs * weights["head.1.std"] + weights["head.1.mean"]
         assert row == expected_of(kind, outputs) and about[2] is None
-    written = json.loads((tmp_path / "p.parquet.json").read_text())
+    written = read_json(tmp_path / "p.parquet.json")
     assert (written["classes"], written["precision"], written["images"]) == (NAMES[kind], "fp32", 16)
 
 
@@ -124,7 +124,7 @@ def test_a_kept_head_predicts_as_plain_timm_with_its_weights(kind, finished_run,
         features = (tokens.mean(1) - weights["mean"]) / weights["std"]
         outputs = features @ weights["classify.weight"].T + weights["classify.bias"]
         assert row == expected_of(kind, outputs) | {name: row[name] for name in ("file", "split", "error")}
-    figures = json.loads((tmp_path / "p.parquet.json").read_text())["figures"]["test"]
+    figures = read_json(tmp_path / "p.parquet.json")["figures"]["test"]
     assert 4 < figures["images"] <= 8 and np.isfinite(figures["accuracy"])
 
 
@@ -138,7 +138,7 @@ def test_files_for_elsewhere_predict_the_same(kind, tuned, images, tmp_path):
     assert about["output"].endswith(MEANING[kind])
 
     rows = rows_of(tmp_path / "p.parquet", tuned, images)
-    assert "learned" in json.loads((tmp_path / "p.parquet.json").read_text())["note"]
+    assert "learned" in read_json(tmp_path / "p.parquet.json")["note"]
     views = torch.cat([plain_view(images / row["file"]) for row in rows])
     outputs = export.read_file(file)(((views * 0.5 + 0.5) * 255).round().to(torch.uint8))
     model = timm.create_model(f"local-dir:{tuned / 'classifier'}", pretrained=True).eval()

@@ -10,7 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from classified_images import FAST, read_csv
-from conftest import dataset_of, encoded, interrupt_after, picture
+from conftest import dataset_of, encoded, interrupt_after, picture, read_json
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import jaccard_score
@@ -99,7 +99,7 @@ def test_a_mask_is_the_largest_logit_at_the_images_own_size(head, images, tmp_pa
         assert (read.numpy() == numbers).all()  # as `mpp segmentation` reads masks
         assert Image.open(tmp_path / row["overlay"]).size == mask.size
     assert rows["sub/square.jpg"]["mask"] == "p_masks/sub/square.jpg.png"  # beside it is a square.png
-    about = json.loads((tmp_path / "p.csv.json").read_text())
+    about = read_json(tmp_path / "p.csv.json")
     assert about["classes"] == ["background", "bird"] and about["class_numbers"] == [0, 1]
 
 
@@ -135,7 +135,7 @@ def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, cap
         predicted.append(np.array(Image.open(tmp_path / rows[name]["mask"]))[counts])
     true, predicted = np.concatenate(true), np.concatenate(predicted)
     ious = jaccard_score(true, predicted, labels=[0, 1, 7], average=None)
-    figures = json.loads((tmp_path / "p.csv.json").read_text())["figures"]["all"]
+    figures = read_json(tmp_path / "p.csv.json")["figures"]["all"]
     assert figures["accuracy"] == pytest.approx(ious.mean()) and figures["images"] == 2
     assert figures["figures"]["pixel_accuracy"][0] == pytest.approx((true == predicted).mean())
     by_class = {row["class"]: row for row in read_csv(tmp_path / "p.all.classes.csv")}

@@ -1,13 +1,12 @@
 """Configs parse, published results are found by their digests, and pages say what was measured."""
 
-import json
 import re
 
 import numpy as np
 import pytest
 import yaml
 from comparisons import cases_in
-from conftest import ROOT
+from conftest import ROOT, read_json
 from published_tables import RESULTS, write_tables
 
 from evaluation.comparison.cases import case_digest, cases_of, evaluation_settings, read_entries
@@ -155,7 +154,7 @@ def test_a_page_says_what_was_measured(page, comparisons):
 def test_the_leaderboard_says_which_differences_are_told_apart():
     config = parse(CompareConfig, ["--config", str(ROOT / "configs/compare/leaderboard_cifar10.yaml")])
     (question,) = (each for each in read_entries(config).questions if each.name == "methods")
-    rows = json.loads((RESULTS / "leaderboard_cifar10/results.json").read_text())["results"]
+    rows = read_json(RESULTS / "leaderboard_cifar10/results.json")["results"]
     images = 10_000
     tested = [row for row in rows if row["kind"] == "test"]
     known = [row | {"interval": wilson(row["accuracy"] * images, images), "images": images} for row in tested]
@@ -176,7 +175,7 @@ def test_the_leaderboard_says_which_differences_are_told_apart():
 def published_accuracies(comparison):
     """Encoder -> (evaluation, case, dataset) -> its accuracy as a page writes it, from results.json."""
     by_encoder = {}
-    for row in json.loads((RESULTS / comparison / "results.json").read_text())["results"]:
+    for row in read_json(RESULTS / comparison / "results.json")["results"]:
         if row["kind"] == "test":
             by_case = by_encoder.setdefault(row["encoder"], {})
             case = (row["evaluation"], row["case"], row["dataset"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import CUT, encoded, picture
+from conftest import CUT, encoded, picture, read_json
 
 from evaluation import fewshot, finetune, knn
 from evaluation.config import (
@@ -95,7 +95,7 @@ def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_p
     saved = yaml.safe_load((trained / "config.yaml").read_text())
     saved["data"]["path"] = "some/set"
     (trained / "config.yaml").write_text(yaml.safe_dump(saved))
-    records = json.loads((trained / "data.json").read_text())
+    records = read_json(trained / "data.json")
     for record in records.values():
         record["revision"] = "0" * 40
     (trained / "data.json").write_text(json.dumps(records))

@@ -1,13 +1,12 @@
 """Patches evaluated on masks: crops that agree, scores against scikit-learn, both readings against closed forms."""
 
-import json
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import encoded, picture
+from conftest import encoded, picture, read_json
 from image_files import npy, tiff
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
@@ -330,7 +329,7 @@ def test_pixels_that_do_not_count_have_any_number(ignored):
 )
 def test_the_birds_outlines_are_of_their_images_and_follow_the_settings(settings, counts):
     data = MaskedDataConfig(**settings)
-    outlines = json.loads(OUTLINES_FILE.read_text())
+    outlines = read_json(OUTLINES_FILE)
     splits = load_splits(data)
     shares = []
     for images, count in zip(load_masked_images(data), counts, strict=True):
@@ -383,7 +382,7 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     words = [f"--data.path={data}", "--data.mask_column=classes", "--depth=all", f"--out={out}"]
     words.append("--class_names=[soil, crop, weed]")
     segmentation.main([f"--encoder={trained}", *words, *FAST])
-    report = json.loads(out.read_text())
+    report = read_json(out)
     results = {(result["case"], result["depth"]): result["accuracy"] for result in report["results"]}
     assert [*results] == [("linear", 1), ("knn", 1), ("linear", 2), ("knn", 2)]
     baselines = report["baselines"]
@@ -441,7 +440,7 @@ def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
         """
     )
     compare.main([f"--config={tmp_path / 'compare.yaml'}"])
-    results = json.loads((tmp_path / "compared" / "results.json").read_text())
+    results = read_json(tmp_path / "compared" / "results.json")
     assert set(results["summary"]["all"]["mine"]) == {"mIoU linear", "mIoU knn"}
     on_dev = [row for row in results["results"] if row["kind"] == "dev" and row["encoder"] == "mine"]
     assert {row["depth"] for row in on_dev} == {1, 2}

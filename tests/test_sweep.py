@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from comparisons import FAST, TINY_TRAINING, noted, write_cats_and_dogs
-from conftest import encoded, picture, read_metrics, wait_until
+from conftest import encoded, picture, read_json, read_metrics, wait_until
 from server import Command
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_comparison_tables import ROW
@@ -167,9 +167,9 @@ def test_no_output_has_a_figure_of_test_images_and_a_diverging_trial_is_last(sma
     for folder in {file.parent for file in small.out.rglob("events.out.*")}:
         tags = EventAccumulator(str(folder)).Reload().Tags()
         assert not any(tag.startswith(("heldout", "knn", "accuracy")) for tag in tags["scalars"] + tags["images"])
-    reports = [json.loads(file.read_text()) for file in (small.out / "reports").glob("*dev-*.json")]
+    reports = [read_json(file) for file in (small.out / "reports").glob("*dev-*.json")]
     assert len(reports) == 6 and not any(report["protocol"]["test"] for report in reports)
-    results = json.loads((small.out / "results.json").read_text())
+    results = read_json(small.out / "results.json")
     assert {row["kind"] for row in results["results"]} == {"validation", "diverged"}
 
 
@@ -178,7 +178,7 @@ def test_a_dev_split_that_is_cut_may_be_evaluated_while_training_and_by_masked_p
     small.config["settings"] |= {"data.eval_split": None, "data.eval_fraction": 0.25}
     small.config["evaluate"] = {"command": "masked"}
     small.sweep()
-    results = json.loads((small.out / "results.json").read_text())
+    results = read_json(small.out / "results.json")
     for trial in results["trials"]:
         recorded = read_metrics(small.folder / trial["encoder"].format(seed=0), "heldout/accuracy")[2]
         assert results["summary"]["sweep"][trial["name"]]["masked model"]["mean"] == recorded
@@ -346,7 +346,7 @@ def test_a_probe_with_test_false_is_of_a_tenth_of_the_training_images(small, com
     ):
         report = small.folder / "report.json"
         import_module(f"evaluation.{command}").main([*source, f"--out={report}", "--threads=1", *options])
-        accuracies.append([result["accuracy"] for result in json.loads(report.read_text())["results"]])
+        accuracies.append([result["accuracy"] for result in read_json(report)["results"]])
     assert accuracies[0] == accuracies[1]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import read_json
 
 from evaluation import gpu_report, throughput
 from evaluation.memory import peak_memory
@@ -24,7 +25,7 @@ def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
     out = tmp_path / "throughput.json"
     words = ("--model=test_vit", "--img_size=80", "--batch_size=2", "--rounds=2", "--precision=fp32", "--jpeg_side=64")
     throughput.main([*words, f"--out={out}"])
-    result = json.loads(out.read_text())
+    result = read_json(out)
     of_timm, of_mpp = (result["seconds"][name] for name in ("timm training step", "mpp training step"))
     first, second = (slower / faster for slower, faster in zip(of_timm, of_mpp, strict=True))
     ratio = result["ratios"]["timm training step / mpp training step"]
