@@ -11,6 +11,7 @@ import pytest
 from conftest import TINY, put_picture
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
+OF_MODEL = tuple(each for each in TINY if each.startswith("--model"))
 OF_TRAINING = tuple(each for each in TINY if not each.startswith(("--probe", "--model", "--data.eval_images")))
 NAMES = ("Blåmes, adult", 'Ente "鴨"', "owl")
 
