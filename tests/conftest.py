@@ -339,6 +339,12 @@ def dataset_of(images: list[bytes], **columns: list) -> datasets.Dataset:
 
 
 @pytest.fixture
+def rng():
+    """Random numbers, the same in every run."""
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
 def image_folder(tmp_path):
     """A folder of 12 PNG images in two classes."""
     for number in range(12):

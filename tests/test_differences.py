@@ -82,9 +82,8 @@ def test_scores_of_images_travel_with_published_rows(tmp_path):
         read_published(str(file))
 
 
-def test_of_one_encoder_each_the_draws_are_in_the_interval():
+def test_of_one_encoder_each_the_draws_are_in_the_interval(rng):
     """And what a draw does to both, such as the choice of their labels, is not."""
-    rng = np.random.default_rng(0)
     shared, own = rng.normal(0, 0.1, 20), rng.normal(0, 0.02, (2, 20))
     scores = 0.5 + shared + own + np.array([[0.02], [0.0]])
     drawn = frame_of_seeds(scores).rename(columns={"encoder_seed": "seed"})

@@ -98,8 +98,8 @@ def test_the_mean_of_the_scores_of_images_is_the_figure_and_their_variance_its_e
     assert_allclose(image_scores(right), right.predictions == right.targets, atol=1e-12)
 
 
-def test_the_interval_of_a_mean_is_students():
-    sample = np.random.default_rng(0).normal(size=20)
+def test_the_interval_of_a_mean_is_students(rng):
+    sample = rng.normal(size=20)
     expected = stats.ttest_1samp(sample, 0).confidence_interval(0.95)
     assert_allclose(interval(sample, is_share=False, count=20), expected, rtol=1e-9)
     assert np.isnan(interval(np.full(3, np.nan), is_share=True, count=3)).all()
@@ -148,9 +148,8 @@ def test_each_class_of_pixels_has_its_iou_with_an_interval():
     assert table["IoU (%), from"].notna().tolist() == [True, False, False]
 
 
-def test_intervals_of_a_rare_class_of_pixels_cover_the_truth():
+def test_intervals_of_a_rare_class_of_pixels_cover_the_truth(rng):
     """About 4 of 50 images have it; as wide as if all 50 had it, they held in 70 of 100 cases."""
-    rng = np.random.default_rng(0)
     truth = np.zeros((2000, 30), int)
     truth[rng.random(2000) < 0.08, :10] = 1
     is_right = rng.random(truth.shape) < rng.random((2000, 1))  # images differ in how well they are predicted
