@@ -109,10 +109,9 @@ def only_case(encoder, **of_dataset):
     return case
 
 
-@pytest.mark.parametrize("name", ["é" * 200, "optim.setting_number=0.01 " * 12])
-def test_long_names_are_cut_in_names_of_files(name, tmp_path):
+def test_long_names_are_cut_in_names_of_files(tmp_path):
     """As those of trials with many settings: a file's name has 255 bytes at most."""
-    case = only_case(FLOOR | {"name": name})
+    case = only_case(FLOOR | {"name": "é" * 200})
     report = report_path_of_case(case, tmp_path)
     assert report.stem.endswith(case_digest(case)) and len(f"{report.stem}.outcomes.npz.12345.partial".encode()) < 255
 

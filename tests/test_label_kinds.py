@@ -100,11 +100,10 @@ def test_auto_is_classes_unless_numbers_have_fractions(values, kind):
     assert find_label_kind("auto", column) == kind
 
 
-def test_average_precision_is_scikit_learns_with_ties_and_without_empty_classes():
-    generator = np.random.default_rng(0)
-    targets = (generator.random((60, 5)) < np.linspace(0.5, 0.1, 5)).astype(np.int8)
+def test_average_precision_is_scikit_learns_with_ties_and_without_empty_classes(rng):
+    targets = (rng.random((60, 5)) < np.linspace(0.5, 0.1, 5)).astype(np.int8)
     targets[:, 2] = 0
-    scores = np.round(0.3 * targets + generator.random((60, 5)), 1)
+    scores = np.round(0.3 * targets + rng.random((60, 5)), 1)
     outcomes = Outcomes("several", targets, scores)
     kept = [0, 1, 3, 4]
     by_class = average_precision_score(targets[:, kept], scores[:, kept], average=None)
@@ -132,10 +131,9 @@ def test_the_interval_of_a_mean_average_precision_stays_a_share_and_is_wide_wher
     assert np.isnan([ends for _, *ends in unknown.values()]).all()
 
 
-def test_figures_of_numbers_are_scikit_learns_and_missing_ones_do_not_count():
-    generator = np.random.default_rng(0)
-    targets = generator.normal(20, 5, 50)
-    predictions = targets + generator.normal(0, 2, 50)
+def test_figures_of_numbers_are_scikit_learns_and_missing_ones_do_not_count(rng):
+    targets = rng.normal(20, 5, 50)
+    predictions = targets + rng.normal(0, 2, 50)
     targets[::7] = np.nan
     pairs = np.array([targets, predictions])[:, np.isfinite(targets)]
     result = result_entries(Outcomes("number", targets, predictions))
@@ -177,8 +175,7 @@ COVERAGES = [
 @pytest.mark.faults
 @pytest.mark.parametrize("images, simulations", [(50, 1000), (286, 300)])
 @pytest.mark.parametrize("draw, truth, least", COVERAGES)
-def test_intervals_of_other_kinds_cover_the_truth(draw, truth, least, images, simulations):
-    rng = np.random.default_rng(0)
+def test_intervals_of_other_kinds_cover_the_truth(draw, truth, least, images, simulations, rng):
     covered = dict.fromkeys(truth, 0)
     for _ in range(simulations):
         outcomes = draw(rng, images)
@@ -217,11 +214,10 @@ def test_figures_that_images_do_not_have_are_null_in_files_and_a_dash_in_tables(
 
 
 @pytest.fixture
-def clouds():
-    generator = np.random.default_rng(0)
-    cloud = generator.normal(size=(300, 8)).astype(np.float32)
-    weights = generator.normal(size=(8, 3))
-    return cloud, cloud @ weights + generator.normal(0, 0.5, (300, 3))
+def clouds(rng):
+    cloud = rng.normal(size=(300, 8)).astype(np.float32)
+    weights = rng.normal(size=(8, 3))
+    return cloud, cloud @ weights + rng.normal(0, 0.5, (300, 3))
 
 
 def test_several_classes_are_a_logistic_regression_each(clouds):

@@ -80,8 +80,8 @@ def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, ki
     assert "random weights: not evaluated" not in capsys.readouterr().out  # it began from them
 
 
-def test_an_error_of_numbers_is_in_deviations():
-    targets = np.random.default_rng(0).normal(1000, 10, 50)
+def test_an_error_of_numbers_is_in_deviations(rng):
+    targets = rng.normal(1000, 10, 50)
     learner = learner_of("number", targets, 0, "l1")
     some = torch.from_numpy(targets[:6])
     assert float(learner.loss(some.float()[:, None] + 5, some)) == pytest.approx(5 / targets.std(), rel=1e-3)

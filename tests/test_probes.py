@@ -269,11 +269,10 @@ def test_images_that_changed_since_the_last_call_are_read_again(vit, tmp_path):
 
 
 @pytest.mark.parametrize("block, similarities", [(1024, 2**25), (7, 2**25), (1024, 3000)])
-def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monkeypatch, block, similarities):
+def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monkeypatch, block, similarities, rng):
     """Corners of a cube have few similarities, and exact ones: most neighbours are as near as others."""
     monkeypatch.setattr("mpp.features.neighbours.QUERIES_PER_BLOCK", block)
     monkeypatch.setattr("mpp.features.neighbours.SIMILARITIES_PER_BLOCK", similarities)
-    rng = np.random.default_rng(0)
     train, test = (torch.from_numpy(rng.choice([-1.0, 1.0], (count, 16))) for count in (300, 40))
     similarity = (test @ train.T / 16).numpy()
     expected = np.argsort(-similarity, axis=1, kind="stable")[:, :50]

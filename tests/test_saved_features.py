@@ -73,8 +73,8 @@ OF_SEVERAL = "_labels must be 1 where an image is of a class, and 0 where not"
         ("several", MARKS, np.ones((30, 3), int), "train_labels and test_labels have other numbers of classes"),
     ],
 )
-def test_bad_labels_of_other_kinds_are_named(kind, train, test, words):
-    cloud = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
+def test_bad_labels_of_other_kinds_are_named(rng, kind, train, test, words):
+    cloud = rng.normal(size=(30, 4)).astype(np.float32)
     if kind == "several":
         train, test = train.astype(np.int8), test.astype(np.int8)
     with pytest.raises(UserError, match=words):

@@ -109,8 +109,7 @@ def test_image_and_mask_get_the_same_crop(size, view, crop):
         assert inner.mean().abs() < 0.3
 
 
-def test_scores_are_scikit_learns():
-    rng = np.random.default_rng(0)
+def test_scores_are_scikit_learns(rng):
     truth = rng.choice([0, 1, 2, 4, 5], (7, 9, 11))  # nothing is of class 3
     predicted = rng.choice([0, 1, 2, 4], (7, 9, 11))
     truth[0, :4] = IGNORED_CLASS
