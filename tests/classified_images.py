@@ -8,9 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import TINY, encoded, picture
+from conftest import TINY, put_picture
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
+OF_MODEL = tuple(each for each in TINY if each.startswith("--model"))
 OF_TRAINING = tuple(each for each in TINY if not each.startswith(("--probe", "--model", "--data.eval_images")))
 NAMES = ("Blåmes, adult", 'Ente "鴨"', "owl")
 
@@ -18,9 +19,7 @@ NAMES = ("Blåmes, adult", 'Ente "鴨"', "owl")
 def write_images(folder: Path, count: int = 12) -> Path:
     """A folder of images of three classes."""
     for number in range(count):
-        file = folder / NAMES[number % 3] / f"{number:02d}, ü.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(picture(number)))
+        put_picture(folder / NAMES[number % 3] / f"{number:02d}, ü.png", number)
     return folder
 
 

@@ -71,7 +71,7 @@ class SmallComparison:
 
     def write(self) -> Path:
         """Write the config's file."""
-        self.file.write_text(yaml.safe_dump(self.config))
+        self.file.write_text(yaml.safe_dump(self.config, sort_keys=False))
         return self.file
 
     def compare(self, *words: str) -> dict[str, Any]:

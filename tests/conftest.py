@@ -217,6 +217,11 @@ def interrupt_after(monkeypatch, owner: type, name: str, calls: int) -> None:
     monkeypatch.setattr(owner, name, interrupted)
 
 
+def read_json(file: Path) -> dict:
+    """What a file of JSON holds."""
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:
     """Step -> value of a scalar in metrics.jsonl; of a run that writes, the last line may not be whole."""
     whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
@@ -330,6 +335,12 @@ def encoded(image: np.ndarray | Image.Image, format: str = "PNG", **options) -> 
     return buffer.getvalue()
 
 
+def put_picture(file: Path, seed: int = 0) -> None:
+    """Write an image, and the folders that it is in."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(encoded(picture(seed)))
+
+
 def dataset_of(images: list[bytes], **columns: list) -> datasets.Dataset:
     """A dataset of image files, in the column `image`, and of other columns."""
     cells = [{"bytes": data, "path": None} for data in images]
@@ -340,12 +351,16 @@ def dataset_of(images: list[bytes], **columns: list) -> datasets.Dataset:
 
 
 @pytest.fixture
+def rng():
+    """Random numbers, the same in every run."""
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
 def image_folder(tmp_path):
     """A folder of 12 PNG images in two classes."""
     for number in range(12):
-        file = tmp_path / "images" / ("cat" if number % 2 else "dog") / f"{number:02d}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(picture(number)))
+        put_picture(tmp_path / "images" / ("cat" if number % 2 else "dog") / f"{number:02d}.png", number)
     return tmp_path / "images"
 
 

@@ -1,5 +1,6 @@
 """Inputs of networks, their corruption, and weights that all matter: shared by the tests of models."""
 
+import timm
 import torch
 
 from mpp.corruption import Corruption, draw, stack
@@ -11,6 +12,13 @@ HALVES = ((0.5,) * 3, (0.5,) * 3)
 def random_images(count=3, channels=3, side=32) -> torch.Tensor:
     """Images (B, C, H, W), uint8, from torch's global generator."""
     return torch.randint(0, 256, (count, channels, side, side), dtype=torch.uint8)
+
+
+def small_vit(**changes):
+    """A timm model of 4 x 4 patches of 8 pixels; `changes` are arguments of timm's."""
+    torch.manual_seed(0)
+    settings = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=0)
+    return timm.create_model("vit_base_patch16_224", **settings | changes).eval()
 
 
 def scaled(images) -> torch.Tensor:

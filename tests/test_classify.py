@@ -8,8 +8,12 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import TINY, encoded, kill_at, picture, read_metrics, title_and_tags
+from classified_images import OF_MODEL
+from comparisons import noted
+from conftest import TINY, kill_at, put_picture, read_json, read_metrics, title_and_tags, weights_of
+from model_inputs import HALVES, random_images, scaled
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 import mpp
 from evaluation import contrastive, finetune, supervised
@@ -34,32 +38,18 @@ from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.optim import averaged_weights, build_optimizer
 
 BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
-SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    """The encoder folder of a tiny untrained ViT."""
-    torch.manual_seed(0)
-    small = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0)
-    model = timm.create_model("vit_base_patch16_224", **small)
-    folder = tmp_path_factory.mktemp("run") / "encoder"
-    export_encoder(model, folder, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
-    return folder
+@pytest.fixture
+def encoder(finished_run):
+    """The encoder folder of a tiny ViT."""
+    return finished_run / "encoder"
 
 
 @pytest.fixture
 def finetunings(monkeypatch):
     """The tasks that fine-tuning builds, in their order."""
-    tasks = []
-    build = Classification.__init__
-
-    def build_and_note(task, *arguments, **options):
-        build(task, *arguments, **options)
-        tasks.append(task)
-
-    monkeypatch.setattr(Classification, "__init__", build_and_note)
-    return tasks
+    return noted(monkeypatch, Classification, "__init__")
 
 
 def train_supervised(folder, *arguments):
@@ -71,17 +61,9 @@ def fine_tune(folder, encoder, *arguments):
     finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={folder}", *arguments])
 
 
-def read_report(folder):
-    return json.loads((folder / "finetune.json").read_text())
-
-
-def weights_of(folder):
-    return (folder / "encoder" / "model.safetensors").read_bytes()
-
-
 def test_supervised_run_looks_like_pre_trainings(tmp_path):
     birds = ["fowl", "owl", "parrot", "penguin", "raptor", "seabird", "songbird", "wader", "waterfowl"]
-    folder = train_supervised(tmp_path / "run", *SMALL)
+    folder = train_supervised(tmp_path / "run", *OF_MODEL)
     files = {path.name for path in folder.iterdir()}
     assert {"config.yaml", "data.json", "metrics.jsonl", "verdict.json", "checkpoints", "encoder"} <= files
     outcomes = load_outcomes(folder / "supervised.json")
@@ -94,7 +76,7 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path):
     assert "label_names" not in encoder.pretrained_cfg  # its output is no logits
     assert learned_labels(str(folder))
     assert title_and_tags(folder / "encoder")[0] == "run: encoder trained with labels"
-    assert json.loads((folder / "data.json").read_text())["train"]["classes"] == birds
+    assert read_json(folder / "data.json")["train"]["classes"] == birds
 
 
 SOURCE = "the encoder"
@@ -114,9 +96,9 @@ def test_the_card_gives_plain_timm_the_feature_that_was_judged(kind, encoder, tm
     source = encoder
     if kind == "distilled":
         source = tmp_path / "teacher"
-        export_encoder(mpp.load_encoder(encoder, num_classes=9), source, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+        export_encoder(mpp.load_encoder(encoder, num_classes=9), source, 32, *HALVES, 0.875)
     options = [option.replace(SOURCE, str(source)) for option in options]
-    settings = {pretrain: TINY, contrastive: TINY, supervised: BASE + SMALL, finetune: BASE}[command]
+    settings = {pretrain: TINY, contrastive: TINY, supervised: BASE + OF_MODEL, finetune: BASE}[command]
     command.main([*settings, *options, f"--run.dir={tmp_path / 'run'}"])
     folder = tmp_path / "run" / ("lr_0.1/encoder" if kind == "fine-tuned" else "encoder")
     images = torch.randn(3, 3, 32, 32)
@@ -127,7 +109,7 @@ def test_the_card_gives_plain_timm_the_feature_that_was_judged(kind, encoder, tm
         snippet = (folder / "README.md").read_text().split("```python")[1].split("```")[0]
         exec(snippet.replace("FOLDER", str(folder)), names)
         assert torch.equal(names["features"], expected)
-        settings = json.loads((folder / "config.json").read_text())
+        settings = read_json(folder / "config.json")
         for name in ("global_pool", "fc_norm", "use_fc_norm"):
             settings["model_args"].pop(name, None)
         (folder / "config.json").write_text(json.dumps(settings))
@@ -141,16 +123,14 @@ MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9",
 @pytest.mark.parametrize("name", ["test_convnext", "test_mambaout", "hgnet_tiny", "test_resnet", "levit_128s"])
 def test_other_models_than_vits_are_pooled_as_timm_does(name):
     """Some have their last norm, or a layer, after pooling; a parameter that is not used ends two processes."""
-    img_size = None if "levit" in name else 64
-    encoder, size = build_backbone(ModelConfig(name=name, img_size=img_size))
-    images = torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8)
-    model = HeadedEncoder(encoder, Normalize([0.5] * 3, [0.5] * 3), "auto", torch.nn.Identity()).eval()
-    expected = encoder((images / 255 - 0.5) / 0.5)
+    encoder, (side, _) = build_backbone(ModelConfig(name=name, img_size=None if "levit" in name else 64))
+    images = random_images(2, side=side)
+    model = HeadedEncoder(encoder, Normalize(*HALVES), "auto", torch.nn.Identity()).eval()
+    expected = encoder(scaled(images))
     assert expected.shape == (2, encoder.head_hidden_size)
-    torch.testing.assert_close(model(images), expected)
+    assert_close(model(images), expected)
     model(images).square().sum().backward()
-    unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    assert unused == []
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 @pytest.mark.parametrize("name", ["xcit_nano_12_p16_224", "pvt_v2_b0"])
@@ -179,16 +159,14 @@ REFUSED = {
         ("--augment.mixup=0.8", "--data.batch_size=1"),
         r"in a forward pass is 1; it must be at least 2 .* with augment\.mixup",
     ),
-    "no labels": (("--data.path=UNLABELLED",), r"no labels; name their column with data\.label_column"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_trained_with_labels_is_refused(tmp_path, image_folder, case):
+def test_what_cannot_be_trained_with_labels_is_refused(tmp_path, case):
     words, said = REFUSED[case]
-    unlabelled = image_folder / "cat"
     with pytest.raises(ValueError, match=said):
-        train_supervised(tmp_path / "run", *(word.replace("UNLABELLED", str(unlabelled)) for word in words))
+        train_supervised(tmp_path / "run", *words)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -224,14 +202,14 @@ def test_a_resnet_of_fewer_channels_trains_and_is_loaded_by_plain_timm(tmp_path)
     images = torch.rand(2, 3, 32, 32)
     network = load_classifier(str(folder), 3, "classifier").network.eval()
     with torch.no_grad():
-        torch.testing.assert_close(classifier(images * 2 - 1), network(images * 255), rtol=0, atol=1e-5)
+        assert_close(classifier(images * 2 - 1), network(images * 255), rtol=0, atol=1e-5)
 
 
 def test_finetuning_compares_rates_on_dev_over_dev_steps_and_tests_once(tmp_path, encoder, capsys):
     default_warmup = [word for word in BASE if "warmup" not in word]
     arguments = [*default_warmup, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--lrs=[0.01,0.1]", "--dev_steps=3"]
     finetune.main(arguments)
-    report = read_report(tmp_path)
+    report = read_json(tmp_path / "finetune.json")
     (result,) = report["results"]
     best = result["lr"]
     runs = {path.name: path for path in tmp_path.iterdir() if path.is_dir()}
@@ -256,9 +234,9 @@ def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypat
     calls = []
     measure_outcomes = Classification.measure_outcomes
 
-    def measure_and_note(task, model, views, tracker):
+    def measure_and_note(task, model, views, *others):
         calls.append((task, views.dataset))
-        return measure_outcomes(task, model, views, tracker)
+        return measure_outcomes(task, model, views, *others)
 
     monkeypatch.setattr(Classification, "measure_outcomes", measure_and_note)
     options = ["--data.train_images=40", "--data.workers=1", "--data.eval_images=1000"]
@@ -268,7 +246,7 @@ def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypat
     assert len(train) == 40
     assert train.isdisjoint(left_out) and test.isdisjoint(train | left_out)
     assert len(train | left_out) == len(load_labelled(DataConfig(), task.accelerator).train)
-    (result,) = read_report(tmp_path)["results"]
+    (result,) = read_json(tmp_path / "finetune.json")["results"]
     assert result["dev_accuracy"] == read_metrics(tmp_path / "lr_0.1", "dev/accuracy")[4]
 
 
@@ -280,7 +258,7 @@ def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, enc
     source = load_file(encoder / "model.safetensors")
     tuned, random = (task.model.encoder.state_dict() for task in finetunings)
     expected = timm.layers.resample_abs_pos_embed(source["pos_embed"], (6, 6), num_prefix_tokens=1)
-    torch.testing.assert_close(tuned["pos_embed"], expected)
+    assert_close(tuned["pos_embed"], expected)
     assert torch.equal(tuned["blocks.0.attn.qkv.weight"], source["blocks.0.attn.qkv.weight"])
     assert not torch.equal(random["blocks.0.attn.qkv.weight"], source["blocks.0.attn.qkv.weight"])
     assert all(parameter.requires_grad for parameter in finetunings[0].model.parameters())
@@ -316,38 +294,27 @@ class OnPixels(Classification):
         return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, self.classes)), (8, 8)
 
 
-def classification(augment, batch=4):
+def classification(augment):
     """A task on the birds, and a batch."""
-    task = OnPixels(SupervisedConfig(augment=augment), Accelerator(cpu=True), BatchLayout(batch, 1, 1, 0))
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (batch, 3, 8, 8), generator=generator, dtype=torch.uint8)
-    labels = torch.tensor([0, 3, 3, 8])[:batch]
-    return task, task.model, Batch(images, None, labels, torch.arange(batch), [])
+    task = OnPixels(SupervisedConfig(augment=augment), Accelerator(cpu=True), BatchLayout(4, 1, 1, 0))
+    labels = torch.tensor([0, 3, 3, 8])
+    return task, task.model, Batch(random_images(4, side=8), None, labels, torch.arange(4), [])
 
 
-@pytest.fixture
-def mostly_broken(tmp_path):
-    """Two classes, of which five test images can be decoded: one dog and four cats."""
-    folder = tmp_path / "images"
+def test_images_that_cannot_be_decoded_are_not_tested_on(tmp_path, capsys):
+    """Nor are others in their place: of the test images, one dog and four cats are left."""
+    images, run = tmp_path / "images", tmp_path / "run"
     for place in ("train/cat", "train/dog", "test/cat", "test/dog"):
-        (folder / place).mkdir(parents=True)
         for number in range(4):
-            is_broken = place == "test/dog" and number != 2
-            data = b"nothing" if is_broken else encoded(picture(len(place) + 10 * number))
-            (folder / place / f"{number}.png").write_bytes(data)
-    return folder
-
-
-def test_images_that_cannot_be_decoded_are_not_tested_on(mostly_broken, tmp_path, capsys):
-    """Nor are others in their place."""
-    run = tmp_path / "run"
-    images = (f"--data.path={mostly_broken}", "--data.eval_split=test", "--data.batch_size=3")
-    train_supervised(run, *SMALL, *images)
+            put_picture(images / place / f"{number}.png", number)
+    for number in (0, 1, 3):
+        (images / f"test/dog/{number}.png").write_bytes(b"nothing")
+    train_supervised(run, *OF_MODEL, f"--data.path={images}", "--data.batch_size=3")
     outcomes = load_outcomes(run / "heldout.json")
     assert [name.split("/test/")[-1] for name in outcomes.images] == [*(f"cat/{n}.png" for n in range(4)), "dog/2.png"]
     assert max(read_metrics(run, "heldout/largest_class").values()) == 0.8
     assert list(read_metrics(run, "heldout/accuracy").values())[-1] == pytest.approx(image_scores(outcomes).mean())
-    written = json.loads((run / "supervised.json").read_text())
+    written = read_json(run / "supervised.json")
     assert written["labels"]["images"] == 5 and written["results"][0]["left_out"] == 3
     assert "note: 3 held-out images cannot be decoded and are left out" in capsys.readouterr().out
 
@@ -366,23 +333,11 @@ def test_mixup_by_hand():
     torch.manual_seed(7)
     model.train()
     loss, sums = task.loss(model, batch, True)
-    expected = -(target * model(mixed_images).log_softmax(-1)).sum(-1).mean()
-    torch.testing.assert_close(loss, expected)
+    assert_close(loss, F.cross_entropy(model(mixed_images), target))
     assert sums["images"] == 4
     plain = F.cross_entropy(model.eval()(images), batch.labels)
-    evaluated, _ = task.loss(Scaled(model).eval(), batch, False)
-    torch.testing.assert_close(evaluated, plain)  # without mixing and smoothing
-
-
-class Scaled(torch.nn.Module):
-    """A model that takes uint8."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, images):
-        return self.model(images.float())
+    evaluated, _ = task.loss(model, batch._replace(images=images), False)
+    assert_close(evaluated, plain)  # without mixing and smoothing
 
 
 def test_cutmix_takes_a_part_of_the_image_before():
@@ -395,20 +350,16 @@ def test_cutmix_takes_a_part_of_the_image_before():
         assert target[0, 0].item() == pytest.approx(is_own[0].all(0).double().mean().item(), abs=0.05)
 
 
-@pytest.mark.parametrize("warmup", [True, False], ids=["decay rises", "constant decay"])
-def test_polyak_average_by_hand(warmup):
-    torch.manual_seed(0)
+def test_a_polyak_average_of_constant_decay_is_there_for_a_while():
     model = torch.nn.Linear(3, 2)
-    config = OptimConfig(name="adam", lr=0.1, average=0.8, average_warmup=warmup)
-    built = build_optimizer(model, config)
+    built = build_optimizer(model, OptimConfig(name="adam", lr=0.1, average=0.8, average_warmup=False))
     average = None
-    for step in range(1, 60):
+    for _ in range(9):
         model(torch.randn(4, 3)).square().sum().backward()
         built.step()
         built.zero_grad()
-        decay = min(0.8, (1 + step) / (10 + step)) if warmup else 0.8
         weight = model.weight.detach().clone()
-        average = weight if average is None else decay * average + (1 - decay) * weight
+        average = weight if average is None else 0.8 * average + 0.2 * weight
     with averaged_weights(built):
-        torch.testing.assert_close(model.weight.detach(), average)
+        assert_close(model.weight.detach(), average)
     assert torch.equal(model.weight.detach(), weight)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from classified_images import read_csv
 from comparisons import FAST, SmallComparison, noted, write_cats_and_dogs
-from conftest import encoded, picture, read_metrics
+from conftest import interrupt_after, put_picture, read_metrics
 
 from evaluation import compare, fewshot, finetune, knn
 from evaluation.comparison.cases import case_digest
@@ -53,10 +53,12 @@ def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, mon
     rows, summary = report["results"], report["summary"]["comparison"]
     assert {row["kind"] for row in rows if row["evaluation"] == "fine-tuned"} == {"test", "dev"}
     assert list(summary) == ["pre-trained", "random", "floor"]
-    places = ("one", "two", "mean all")
-    shots = {f"{place} few-shot {shots}" for place in places for shots in (1, 5)}
+    shots, tuned = set(), set()
+    for place in ("one", "two", "mean all"):
+        shots |= {f"{place} few-shot 1", f"{place} few-shot 5"}
+        tuned.add(f"{place} fine-tuned")
     assert set(summary["floor"]) == shots  # a floor cannot be fine-tuned
-    assert set(summary["random"]) == shots | {f"{place} fine-tuned" for place in places}
+    assert set(summary["random"]) == shots | tuned
     assert summary["pre-trained"]["one few-shot 5"]["count"] == 2 * 20  # encoders' seeds x draws
     assert summary["floor"]["mean all few-shot 5"]["mean"] == 1.0  # dogs are red
     text = small.table()
@@ -74,7 +76,7 @@ def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, mon
 
 
 @pytest.mark.parametrize(
-    ("report", "message"),
+    "report, message",
     [
         ("", "fewshot has not written {results: .*FileNotFoundError"),
         ('{"results": [{"shots": 5}], "protocol": {}}', "fewshot has not written {results: .*KeyError.'accuracy'"),
@@ -107,35 +109,37 @@ def test_results_that_others_write_meanwhile_are_not_overwritten_by_earlier_ones
     assert floor.compare("--tabulate", "true")["results"] == rows != []
 
 
-TEACHER_SETTINGS = {"pretrain": "objective.teacher", "supervised": "distill.teacher"}
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("made_by", ["pretrain", "supervised", "continued"])
 def test_what_an_encoder_is_made_from_comes_first_and_its_compute_counts_once(small, tmp_path, made_by):
     """A teacher, or first weights that teach, too. While another process trains it, its pupil waits."""
-    command = made_by if made_by in TEACHER_SETTINGS else "pretrain"
+    command = "supervised" if made_by == "supervised" else "pretrain"
     parent = small.config["encoders"][0] | {"seeds": [0], "train": command}
     write_cats_and_dogs(tmp_path / "learned", seed=100)
     parent["train_options"] = parent["train_options"] | {"data.path": str(tmp_path / "learned")}
-    child = pupil_of(parent, tmp_path / "child", TEACHER_SETTINGS[command])
-    setting = TEACHER_SETTINGS[command]
+    teacher = setting = "distill.teacher" if command == "supervised" else "objective.teacher"
+    child = pupil_of(parent, tmp_path / "child", teacher)
     if made_by == "continued":
         setting = "model.init_from"
         child["train_options"][setting] = parent["encoder"]
     small.config["encoders"] = [child, parent]
     ask_few_shots_of_one_dataset(small)
     case, _ = small.cases().values()
-    assert {*case.encoder.parents} == {setting, TEACHER_SETTINGS[command]}
+    assert {*case.encoder.parents} == {setting, teacher}
     small.config["questions"] = [{"name": "children", "encoders": ["child"]}]  # the parent is trained for it alone
     with hold(tmp_path / "encoders" / "0", "dir"), pytest.raises(Held):
         compare.train_encoder(case.encoder, tmp_path / "out")
-    pflop = {row["encoder"]: row["training_pflop"] for row in small.compare()["results"]}
-    of_parent, of_child = (executed(tmp_path / folder) for folder in ("encoders/0", "child"))
-    assert pflop == {"child": of_parent + of_child}
+
+    def pflop():
+        return {row["encoder"]: row["training_pflop"] for row in small.compare()["results"]}
+
+    before = pflop()
+    of_parent, of_child = (
+        max(read_metrics(tmp_path / folder, "compute/pflop").values()) for folder in ("encoders/0", "child")
+    )
+    assert before == {"child": of_parent + of_child}
     del small.config["questions"]
-    pflop = {row["encoder"]: row["training_pflop"] for row in small.compare()["results"]}
-    assert pflop == {"pre-trained": of_parent, "child": of_parent + of_child}
+    assert pflop() == {"pre-trained": of_parent, "child": of_parent + of_child}
 
     if made_by == "continued":
         del child["train_options"]["objective.teacher"], child["train_options"]["objective.name"]
@@ -156,11 +160,6 @@ def pupil_of(teacher, folder, setting):
     return {"name": folder.name, "encoder": str(folder), "train": teacher["train"], "train_options": options}
 
 
-def executed(folder):
-    """PFLOP that a run executed."""
-    return max(read_metrics(folder, "compute/pflop").values())
-
-
 @pytest.mark.faults
 def test_another_comparison_goes_on_from_published_results(floor, tmp_path, settings_of_fewshot):
     """By other names, in another folder: what is new is done, and nothing else."""
@@ -179,7 +178,7 @@ def test_another_comparison_goes_on_from_published_results(floor, tmp_path, sett
 
 
 @pytest.mark.parametrize(
-    ("change", "place"), [("an image", "out"), ("an image", "other"), ("nothing", "other"), ("gone", "other")]
+    "change, place", [("an image", "out"), ("an image", "other"), ("nothing", "other"), ("gone", "other")]
 )
 def test_results_of_other_images_at_the_same_path_are_not_taken(
     floor, tmp_path, settings_of_fewshot, capsys, change, place
@@ -188,7 +187,7 @@ def test_results_of_other_images_at_the_same_path_are_not_taken(
     before = floor.compare()["results"]
     image = next((tmp_path / "one" / "dog").iterdir())
     if change == "an image":
-        image.write_bytes(encoded(picture(1000)))
+        put_picture(image, 1000)
     if change == "gone":
         shutil.rmtree(tmp_path / "one")
     settings_of_fewshot.clear()
@@ -202,15 +201,12 @@ def test_results_of_other_images_at_the_same_path_are_not_taken(
 
 
 def test_a_report_that_was_cut_off_is_none(floor, monkeypatch, settings_of_fewshot):
-    def killed(*_):
-        raise KeyboardInterrupt
-
     options = floor.config["evaluations"][0]["options"]
     options["shots"] = [5]
     of_five = floor.compare()["results"]
     options["shots"] = [1]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(compare, "write_json", killed)
+        interrupt_after(patch, compare, "write_json", 0)
         floor.compare()  # killed between its report and the mark of which images and weights it is
     settings_of_fewshot.clear()
     of_one = [row for row in floor.compare()["results"] if row["kind"] == "test"]
@@ -233,8 +229,7 @@ def test_what_diverges_is_trained_once_and_the_table_says_so(small, tmp_path, mo
     small.config |= {"encoders": [wild, floor], "evaluations": [of_fewshot, of_knn]}
     small.config["datasets"] = [small.config["datasets"][0] | {"group": None}]
     first = small.compare()
-    folders = [str(tmp_path / "encoders" / seed) for seed in "01"]
-    assert [config.run.dir for config in trained] == folders
+    assert [config.run.dir for config in trained] == [f"{tmp_path}/encoders/{seed}" for seed in (0, 1)]
     assert first["summary"]["comparison"]["wild"] == {"few-shot 1": {"diverged": 2}, "kNN 20": {"diverged": 2}}
     (line,) = (line for line in small.table().splitlines() if "wild" in line)
     assert line.replace(" ", "") == "|wild|diverged|diverged|-|"
@@ -298,7 +293,7 @@ def test_an_encoder_of_other_images_or_weights_is_refused(small, tmp_path):
     images = SourceConfig(path=str(tmp_path / "one"), eval_split=None)
     options = {"data.path": images.path, "data.eval_split": None, "run.steps": 1, "run.report": False}
     folder, start = tmp_path / "encoder", tmp_path / "start"
-    entry = {"name": "trained", "encoder": str(folder), "train": "pretrain", "train_options": options}
+    entry = {"name": "trained", "encoder": str(folder), "train": "pretrain"}
     small.config["encoders"] = [entry]
     ask_few_shots_of_one_dataset(small)
     for each in (folder, start):

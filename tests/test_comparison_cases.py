@@ -33,7 +33,7 @@ from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.errors import UserError
 
-KNN = {"name": "kNN", "command": "knn"}
+KNN, MASKED, TUNED = ({"name": command, "command": command} for command in ("knn", "masked", "finetune"))
 TRAINED = {"name": "a", "encoder": "b", "train": "pretrain", "seeds": [0, 1]}
 SAME_SEED = TRAINED | {"encoder": "b_{seed}", "train_options": {"run.seed": 5}}
 FLOOR = {"name": "floor", "encoder": "floor:pixels"}
@@ -45,12 +45,12 @@ def small(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         ({"encoders": [{"name": "a"}]}, "encoders: a: encoder is empty"),
         ({"datasets": [{"name": "a"}, {"name": "a"}]}, "datasets: names is .* all different"),
         ({"evaluations": [{"name": "a", "command": "magic"}]}, "command is magic; it must be fewshot or knn"),
-        ({"evaluations": [KNN | {"options": {"test": False}}]}, "evaluations: kNN: test is false; it must be true"),
+        ({"evaluations": [KNN | {"options": {"test": False}}]}, "evaluations: knn: test is false; it must be true"),
         ({"encoders": [FLOOR | {"nmae": "a"}]}, "encoders: floor: unknown setting nmae .did you mean name"),
         ({"questions": [{"name": "a", "plot": "lines"}]}, "questions: a: encoders is null; it must be {name: number}"),
         ({"questions": [{"name": "by/depth"}]}, "name is by/depth; it must be a name of a file, without /"),
@@ -59,7 +59,7 @@ def small(tmp_path):
         ({"encoders": [SAME_SEED]}, "encoders: a: run.seed is 5; it must be left out: seeds has several"),
         ({"encoders": [FLOOR | {"compute": 1}]}, "encoders: floor: compute is 1; it must be null, or next to train"),
         # learned weights would stand in the table as random ones
-        ({"evaluations": [KNN | {"options": {"random": True}}]}, "kNN: options: random is true; .* left out"),
+        ({"evaluations": [KNN | {"options": {"random": True}}]}, "knn: options: random is true; .* left out"),
         ({"encoders": [FLOOR | {"options": {"random": True}}]}, "floor: options: random is true; .* left out"),
     ],
 )
@@ -73,27 +73,24 @@ def test_bad_comparisons_are_named(small, change, message):
 
 def test_a_raised_revision_takes_no_old_row(monkeypatch):
     """Of a training or of an evaluation; 0 is left out, so that results of before are found."""
-    revised = replace(EVALUATIONS["knn"], revision=1)
-    digests = []
-    for table, name, value in (
-        (TRAININGS, "pretrain", TRAININGS["pretrain"]),
-        (TRAININGS, "pretrain", TRAININGS["pretrain"]._replace(revision=1)),
-        (EVALUATIONS, "knn", revised),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setitem(table, name, value)
-            digests.append(case_digest(only_case(TRAINED | {"seeds": [0]})))
-    assert len(set(digests)) == 3
+
+    def digest():
+        return case_digest(only_case(TRAINED | {"seeds": [0]}))
+
+    digests = [digest()]
+    monkeypatch.setitem(TRAININGS, "pretrain", TRAININGS["pretrain"]._replace(revision=1))
+    digests.append(digest())
+    monkeypatch.setitem(EVALUATIONS, "knn", replace(EVALUATIONS["knn"], revision=1))
+    assert len({*digests, digest()}) == 3
 
 
 def test_an_evaluation_on_images_of_its_own_is_one_of_these_and_of_no_other_dataset():
     """Masked patches are of the run's own."""
     masks = {"name": "masks", "command": "segmentation", "options": {"data.path": "sets/streets"}}
-    masked = {"name": "masked", "command": "masked"}
-    cases = cases_with([TRAINED | {"seeds": [0]}], [KNN, masks, masked], ("one", "two"), group="both")
+    cases = cases_with([TRAINED | {"seeds": [0]}], [KNN, masks, MASKED], ("one", "two"), group="both")
     assert [(case.entry.name, case.dataset.name, case.labels["group"]) for case in cases] == [
-        ("kNN", "one", "both"),
-        ("kNN", "two", "both"),
+        ("knn", "one", "both"),
+        ("knn", "two", "both"),
         ("masks", "streets", None),
         ("masked", "one", None),
     ]
@@ -112,62 +109,59 @@ def only_case(encoder, **of_dataset):
     return case
 
 
-@pytest.mark.parametrize("name", ["é" * 200, "optim.setting_number=0.01 " * 12])
-def test_long_names_are_cut_in_names_of_files(name, tmp_path):
+def test_long_names_are_cut_in_names_of_files(tmp_path):
     """As those of trials with many settings: a file's name has 255 bytes at most."""
-    case = only_case(FLOOR | {"name": name})
+    case = only_case(FLOOR | {"name": "é" * 200})
     report = report_path_of_case(case, tmp_path)
     assert report.stem.endswith(case_digest(case)) and len(f"{report.stem}.outcomes.npz.12345.partial".encode()) < 255
 
 
+EACH = {("knn", 0), ("knn", 1), ("finetune", 0), ("finetune", 1)}
+
+
 @pytest.mark.parametrize(
-    ("change", "seeds"),
+    "change, seeds",
     [
-        ({}, {("kNN", 0), ("tuned", 0), ("tuned", 1)}),
-        ({"encoder": "floor:pixels"}, {("kNN", 0)}),
-        ({"encoder": "b_{seed}"}, {("kNN", 0), ("kNN", 1), ("tuned", 0), ("tuned", 1)}),
-        ({"random": True}, {("kNN", 0), ("kNN", 1), ("tuned", 0), ("tuned", 1)}),
+        ({}, {("knn", 0), ("finetune", 0), ("finetune", 1)}),
+        ({"encoder": "floor:pixels"}, {("knn", 0)}),
+        ({"encoder": "b_{seed}"}, EACH),
+        ({"random": True}, EACH),
     ],
 )
 def test_one_encoder_is_not_several_seeds_of_a_probe(change, seeds, capsys):
     """Its probes would be one result, counted several times, with a spread of 0."""
     encoder = {"name": "ours", "encoder": "vit_tiny_patch16_224", "seeds": [0, 1]} | change
-    cases = cases_with([encoder], [KNN, {"name": "tuned", "command": "finetune"}])
+    cases = cases_with([encoder], [KNN, TUNED])
     assert {(case.entry.name, case.encoder.seed) for case in cases} == seeds
-    once = "note: ours (seed 1) is left out of kNN: "
-    assert (once in capsys.readouterr().out) == (("kNN", 1) not in seeds)
+    once = "note: ours (seed 1) is left out of knn: "
+    assert (once in capsys.readouterr().out) == (("knn", 1) not in seeds)
 
 
 def test_pairs_that_do_not_apply_are_named(capsys):
     random = {"name": "noise", "encoder": "vit_tiny_patch16_224", "random": True}
     simclr = {"name": "SimCLR", "encoder": "b", "train": "contrastive"}
-    masked = {"name": "masked", "command": "masked"}
-    tuned = {"name": "tuned", "command": "finetune"}
-    cases = cases_with([FLOOR, random, simclr], [KNN, masked, tuned])
-    pairs = [("floor", "kNN"), ("noise", "kNN"), ("noise", "tuned"), ("SimCLR", "kNN"), ("SimCLR", "tuned")]
-    assert [(case.encoder.entry.name, case.entry.name) for case in cases] == pairs
-    left_out = [("floor", "masked"), ("floor", "tuned"), ("noise", "masked"), ("SimCLR", "masked")]
+    cases = cases_with([FLOOR, random, simclr], [KNN, MASKED, TUNED])
+    assert len(cases) == 5
+    left_out = [("floor", "masked"), ("floor", "finetune"), ("noise", "masked"), ("SimCLR", "masked")]
     for said, (encoder, evaluation) in zip(capsys.readouterr().out.splitlines(), left_out, strict=True):
         assert said.startswith(f"note: {encoder} (seed 0) is left out of {evaluation}: ")
 
 
 def test_the_digest_has_timms_name_beside_a_file_of_weights(tmp_path):
     """By the name, images are scaled."""
-    save_file({}, tmp_path / "weights.safetensors")
-    options = {"checkpoint": str(tmp_path / "weights.safetensors")}
-    names = ("vit_tiny_patch16_224", "deit_tiny_patch16_224")
-    cases = [only_case({"name": name, "encoder": name, "options": options}) for name in names]
-    assert len({case_digest(case) for case in cases}) == 2
-    assert training_cost(cases[0].encoder) == {}  # there is no record
+    file = tmp_path / "weights.safetensors"
+    save_file({}, file)
+    digests = set()
+    for name in ("vit_tiny_patch16_224", "deit_tiny_patch16_224"):
+        case = only_case({"name": "a", "encoder": name, "options": {"checkpoint": str(file)}})
+        digests.add(case_digest(case))
+        assert training_cost(case.encoder) == {}  # there is no record
+    assert len(digests) == 2
 
 
 @pytest.mark.parametrize(
-    ("config_class", "words", "counts"),
-    [
-        (ContrastiveConfig, [], True),
-        (Config, [], False),
-        (FinetuneConfig, ["--augment.mixup=0.1"], True),
-    ],
+    "config_class, words, counts",
+    [(ContrastiveConfig, [], True), (Config, [], False), (FinetuneConfig, ["--augment.mixup=0.1"], True)],
 )
 def test_the_images_of_a_pass_are_in_the_digest_where_they_are_mixed_or_told_apart(config_class, words, counts):
     of_null = relevant_settings(parse(config_class, words))
@@ -182,7 +176,7 @@ def test_probes_choose_their_depth_and_earlier_results_at_the_last_one_are_known
     assert "depth" not in relevant_settings(parse(config_class, ["--depth=last"]))
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, (0, 9)), ({"data.range": [0, 5]}, (0, 5))])
+@pytest.mark.parametrize("options, expected", [({}, (0, 9)), ({"data.range": [0, 5]}, (0, 5))])
 def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(options, expected):
     reading = {"data.channels": 1, "data.range": [0, 9]}
     case = only_case(TRAINED | {"seeds": [0], "train_options": reading}, options=options | {"data.path": "scans"})
@@ -194,11 +188,11 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
     """Where that is published, it is unknown: a run of an hour from a model of weeks would pass for an hour's."""
     runs = {
         "first": {"model": {"init_from": None}},
-        "longer": {"model": {"init_from": str(tmp_path / "first" / "encoder")}},
-        "student": {"distill": {"teacher": str(tmp_path / "longer")}},
-        "tuned": {"init": "encoder", "encoder": str(tmp_path / "longer")},
+        "longer": {"model": {"init_from": f"{tmp_path}/first/encoder"}},
+        "student": {"distill": {"teacher": f"{tmp_path}/longer"}},
+        "tuned": {"init": "encoder", "encoder": f"{tmp_path}/longer"},
         "of a hub": {"model": {"init_from": "hf-hub:timm/vit"}},
-        "second": {"model": {"init_from": str(tmp_path / "of a hub")}},
+        "second": {"model": {"init_from": f"{tmp_path}/of a hub"}},
     }
     pflop = {}
     for name, settings in runs.items():

@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
-import yaml
-from comparisons import FAST
+from comparisons import FAST, SmallComparison
 from matplotlib.collections import LineCollection
 from test_label_kinds import colours, redness, write_images
 
-from evaluation import compare
 from evaluation.comparison.differences import difference_table, differences_from_best
 from evaluation.comparison.rows import frame_of
 from evaluation.comparison.tables import cells_by_encoder, plot_question, remarks_on, table_of
@@ -27,16 +25,23 @@ ROW = {
     "seed": 0,
     "accuracy": 0.5,
 }
-KINDS_OF_ROWS = (("test", None), ("dev", 1), ("dev", 2))
-SCORES = {name: kind.score_heading for name, kind in KINDS.items()}
 
 
 def cells(*rows, x=""):
     return cells_by_encoder(frame_of(rows), x)
 
 
+def remarks(*rows, **question):
+    return remarks_on(frame_of(rows), Question("q", **question))
+
+
 def plotted(question, *rows):
     return plot_question(question, frame_of(rows))
+
+
+def lines_in(panel):
+    """The points of each line with error bars, by its label."""
+    return {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in panel.containers}
 
 
 def rows_of(*kinds):
@@ -44,7 +49,7 @@ def rows_of(*kinds):
     rows = []
     for kind in kinds:
         for encoder, value in (("a", 0.5), ("b", -0.25)):
-            score = {} if kind == "class" else {"score": SCORES[kind]}
+            score = {} if kind == "class" else {"score": KINDS[kind].score_heading}
             row = ROW | {"encoder": encoder, "evaluation": kind, "case": "", "accuracy": value, **score}
             rows.append(row | {"interval": [value - 0.125, value + 0.125], "images": 10})
     return rows
@@ -67,10 +72,8 @@ def test_rank_and_dev_accuracy_are_columns_but_no_bars():
     """The rank of the deepest features: of k directions that are equally strong it is k."""
     test = np.eye(6)[np.arange(60) % 4]
     features = LabelledFeatures(np.eye(6), np.arange(6) % 2, test, np.arange(60) % 2)
-    rows = [
-        ROW | {"kind": "rank", "depth": depth, "rank": rank}
-        for depth, rank in ((1, 2), (2, results.rank_of_test_features(features)))
-    ]
+    ranks = {1: 2, 2: results.rank_of_test_features(features)}
+    rows = [ROW | {"kind": "rank", "depth": depth, "rank": rank} for depth, rank in ranks.items()]
     rows += [ROW | {"kind": "dev", "accuracy": 0.25}, ROW]
     numbers = cells(*rows)
     assert numbers["a"]["rank"] == {"mean": pytest.approx(4), "std": 0, "count": 1, "values": [pytest.approx(4)]}
@@ -84,17 +87,9 @@ def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():
     row = ROW | {"case": "", "group": "natural"}
     easy = row | {"dataset": "easy", "accuracy": 0.9}
     hard = row | {"dataset": "hard", "accuracy": 0.3}
-    of_seed_1 = easy | {"accuracy": 0.5, "encoder_seed": 1}
-    other = easy | {"accuracy": 0.85, "encoder": "b"}
-    numbers = cells(
-        easy,
-        easy | {"seed": 1},
-        hard,
-        hard | {"seed": 1, "accuracy": 0.5},
-        of_seed_1,
-        other,
-        ROW | {"evaluation": "masked"},
-    )
+    rows = [easy, easy | {"seed": 1}, hard, hard | {"seed": 1, "accuracy": 0.5}]
+    rows += [easy | {"accuracy": 0.5, "encoder_seed": 1}, easy | {"accuracy": 0.85, "encoder": "b"}]
+    numbers = cells(*rows, ROW | {"evaluation": "masked"})
     assert list(numbers["a"]) == ["easy kNN", "hard kNN", "masked 20", "mean natural kNN"]
     spread = pytest.approx(0.05 * 2**0.5)  # of 0.6 and 0.7
     of_group = numbers["a"]["mean natural kNN"]
@@ -104,7 +99,7 @@ def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():
 
 
 @pytest.mark.parametrize(
-    ("kinds", "headings", "body", "difference"),
+    "kinds, headings, body, difference",
     [
         (("several",), ["mAP, macro (%)", "several"], ["50.0 (37.5 to 62.5)"], "+75.0 (+5"),
         (
@@ -132,27 +127,25 @@ def test_baselines_are_a_sentence_and_no_columns():
     nearest = masked | {"case": "nearest", "accuracy": 0.25}
     rows = [masked, nearest, masked | {"encoder": "b"}, nearest | {"encoder": "b", "accuracy": 0.3}]
     assert table_of(cells(*rows)) == (["accuracy (%)", "masked model"], [["a", "50.0"], ["b", "50.0"]])
-    reached, not_comparable = remarks_on(frame_of(rows), Question("q"))
+    reached, not_comparable = remarks(*rows)
     assert reached == "Without an encoder: nearest 25.0 to 30.0% in masked."
     assert not_comparable.startswith("Accuracies of masked patches are not comparable")
-    assert remarks_on(frame_of(rows[:2]), Question("q")) == ["Without an encoder: nearest 25.0% in masked."]
+    assert remarks(masked, nearest) == ["Without an encoder: nearest 25.0% in masked."]
     labelled = ROW | {"baselines": {"largest class": 0.253}}
-    assert remarks_on(frame_of([labelled]), Question("q")) == ["Without an encoder: largest class 25.3% on birds."]
+    assert remarks(labelled) == ["Without an encoder: largest class 25.3% on birds."]
 
 
 @pytest.mark.parametrize("key", ["seed", "encoder_seed"])
 def test_a_sentence_says_what_the_spread_is_over(key):
-    (sentence,) = remarks_on(frame_of([ROW, ROW | {key: 1}]), Question("q"))
-    assert sentence == "± is the standard deviation over seeds and draws."
+    assert remarks(ROW, ROW | {key: 1}) == ["± is the standard deviation over seeds and draws."]
 
 
 def test_encoders_that_a_plot_leaves_out_are_named(fine_tuned):
     """They are in the table: those without compute."""
-    unknown = {key: value for key, value in fine_tuned[0].items() if key != "training_pflop"} | {"encoder": "floor"}
-    question = Question("q", plot="lines", x="compute")
-    (sentence,) = remarks_on(frame_of([*fine_tuned, unknown]), question)
+    unknown = ROW | {"encoder": "floor"}
+    (sentence,) = remarks(*fine_tuned, unknown, plot="lines", x="compute")
     assert sentence.startswith("Not in the plot") and sentence.endswith(": floor.")
-    assert remarks_on(frame_of(fine_tuned), question) == []
+    assert remarks(*fine_tuned, plot="lines", x="compute") == []
 
 
 # --- plots ---
@@ -172,9 +165,8 @@ def test_intervals_are_bars_and_seeds_are_dots(plot):
 
 @pytest.mark.parametrize("plot", ["bars", "lines", "depth"])
 def test_bars_lines_and_curves_have_the_unit_of_their_score(plot):
-    rows = [
-        row | {"kind": kind, "depth": depth} for row in rows_of("several", "number") for kind, depth in KINDS_OF_ROWS
-    ]
+    kinds = ({"kind": "test"}, {"kind": "dev", "depth": 1}, {"kind": "dev", "depth": 2})
+    rows = [row | kind for row in rows_of("several", "number") for kind in kinds]
     several, number = plotted(Question("q", plot=plot, x="images", encoders={"a": 1.0, "b": 2.0}), *rows).axes
     if plot == "bars":
         shown = [(each.get_xlabel(), [bar.get_width() for bar in each.patches]) for each in (several, number)]
@@ -192,17 +184,12 @@ def test_a_line_without_compute_is_drawn_across_the_panel():
     lines = {"trained": ["a", "b"], "random weights": ["b"], "pixels": ["c"]}
     question = Question("q", encoders=list("abc"), plot="lines", x="compute", lines=lines)
     rows = []
-    for name, accuracy, cost in (
-        ("a", 0.5, {"training_pflop": 1.0}),
-        ("b", 0.3, {"training_pflop": 0.0}),
-        ("c", 0.2, {}),
-    ):
+    for name, accuracy, cost in (("a", 0.5, {"training_pflop": 1}), ("b", 0.3, {"training_pflop": 0}), ("c", 0.2, {})):
         rows.append(ROW | {"encoder": name, "case": "", "accuracy": accuracy} | cost)
     (panel,) = plotted(question, *rows).axes
     across = {line.get_label(): list(line.get_ydata()) for line in panel.lines if list(line.get_xdata()) == [0, 1]}
     assert across == {"trained, at 0": [30, 30], "random weights": [30, 30], "pixels": [20, 20]}
-    drawn = {bars.get_label(): bars.lines[0].get_xdata().tolist() for bars in panel.containers}
-    assert drawn == {"trained": [1]}
+    assert lines_in(panel) == {"trained": [[1, 50]]}
 
 
 def test_encoders_at_the_same_place_of_a_line_are_drawn_apart():
@@ -212,8 +199,7 @@ def test_encoders_at_the_same_place_of_a_line_are_drawn_apart():
     for name, accuracy, pflop in (("a", 0.9, 1.0), ("b", 0.1, 1.0), ("c", 0.5, 2.0)):
         rows.append(ROW | {"encoder": name, "accuracy": accuracy, "training_pflop": pflop})
     (panel,) = plotted(question, *rows, *(row | {"seed": 1} for row in rows)).axes
-    drawn = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in panel.containers}
-    assert drawn == {"20, a": [[1, pytest.approx(90)]], "20, b": [[1, pytest.approx(10)]], "20": [[2, 50]]}
+    assert lines_in(panel) == {"20, a": [[1, pytest.approx(90)]], "20, b": [[1, pytest.approx(10)]], "20": [[2, 50]]}
 
 
 @pytest.fixture
@@ -230,9 +216,8 @@ def fine_tuned():
 def test_lines_go_through_encoders_against_all_compute(fine_tuned):
     lines = {"pre-trained": ["long", "short"], "from scratch": ["scratch"], "both": ["scratch", "short"]}
     axes = plotted(Question("q", plot="lines", x="total compute", lines=lines), *fine_tuned).axes[0]
-    drawn = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in axes.containers}
     short, long, scratch = ([place, pytest.approx(value)] for place, value in ((3.0, 10), (6.0, 30), (2.0, 20)))
-    assert drawn == {"pre-trained": [short, long], "from scratch": [scratch], "both": [scratch, short]}
+    assert lines_in(axes) == {"pre-trained": [short, long], "from scratch": [scratch], "both": [scratch, short]}
 
 
 def test_costs_stand_beside_the_accuracies_where_they_are_known(fine_tuned):
@@ -251,19 +236,15 @@ def test_costs_stand_beside_the_accuracies_where_they_are_known(fine_tuned):
 
 def test_a_comparison_of_several_kinds_is_carried_out(tmp_path):
     kinds = {"several": colours, "number": redness}
-    datasets = []
+    small = SmallComparison(tmp_path)
+    small.config["encoders"] = small.config["encoders"][-1:]
+    small.config["evaluations"] = [{"name": "kNN", "command": "knn", "options": FAST | {"neighbours": [5]}}]
+    small.config["datasets"] = []
     for kind, label in kinds.items():
         images = write_images(tmp_path / kind, label)
-        datasets.append({"name": kind, "options": {"data.path": str(images), "task": kind}})
-    config = {
-        "dir": str(tmp_path / "out"),
-        "encoders": [{"name": "floor", "encoder": "floor:pixels", "options": {"img_size": 32}}],
-        "evaluations": [{"name": "kNN", "command": "knn", "options": FAST | {"neighbours": [5]}}],
-        "datasets": datasets,
-    }
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
-    compare.main(["--config", str(tmp_path / "c.yaml")])
-    text = (tmp_path / "out" / "table.md").read_text()
+        small.config["datasets"].append({"name": kind, "options": {"data.path": str(images), "task": kind}})
+    small.compare()
+    text = small.table()
     headings = [cell.strip() for cell in text.splitlines()[2].split("|")[1:-1]]
     assert headings == ["encoder", *(f"{kind} kNN 5: {KINDS[kind].score_title}" for kind in kinds)]
     assert "always predicting the mean 0.000 on number" in text

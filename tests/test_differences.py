@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import studentized_range, ttest_rel
+from test_comparison_tables import ROW
 
 from evaluation.comparison import differences
 from evaluation.comparison.differences import (
@@ -34,53 +35,55 @@ def right(share, of=None, seed=0):
     return changed
 
 
-def row_of(encoder, is_right, seed=0, kept=True, first=0):
+def row_of(encoder, is_right, kept=True, first=0):
     """A row of a comparison, with the scores of the images."""
     targets = np.arange(len(is_right)) % 2
     names = [f"{first + number}.png" for number in range(len(is_right))]
     outcomes = Outcomes("class", targets, np.where(is_right, targets, 1 - targets), ["a", "b"], names)
     (result,) = add_figures([{"outcomes": outcomes}])
-    row = {"digest": encoder, "encoder": encoder, "encoder_seed": seed, "seed": 0, "evaluation": "kNN", "case": "20"}
-    row |= {"dataset": "birds", "group": None, "kind": "test"}
-    row |= {key: result[key] for key in ("accuracy", "interval")}
+    row = ROW | {"digest": encoder, "encoder": encoder, "accuracy": result["accuracy"], "interval": result["interval"]}
     return row | (scores_of_images(outcomes) if kept else {})
 
 
+def differences_of(*rows):
+    return differences_from_best(frame_of(rows))
+
+
+BEST = right(0.7)
+OTHER = right(0.02, BEST)
+
+
 def test_pairs_on_the_same_images_are_told_apart_sooner():
-    best = right(0.7)
-    other = right(0.02, best)
-    kept = [row_of("A", best), row_of("B", other)]
-    (paired,) = differences_from_best(frame_of(kept))
+    best, other = row_of("A", BEST), row_of("B", OTHER)
+    (paired,) = differences_of(best, other)
     assert paired.over == "same 500 images; 1 and 1 seeds" and paired.is_told_apart
     assert paired.value == pytest.approx(0.02)
-    unkept = [{key: value for key, value in row.items() if key not in ("tested", "scores")} for row in kept]
-    (unpaired,) = differences_from_best(frame_of(unkept))
+    unkept = row_of("B", OTHER, kept=False)
+    (unpaired,) = differences_of(row_of("A", BEST, kept=False), unkept)
     assert unpaired.value == pytest.approx(0.02) and not unpaired.is_told_apart
     assert unpaired.over == "images, not paired; 1 and 1 seeds"
-    assert differences_from_best(frame_of([kept[0], unkept[1]]))[0] == unpaired  # one is published
-    others = [kept[0], row_of("B", other, first=1)]
-    assert differences_from_best(frame_of(others))[0].over == unpaired.over
-    _, ((names, other, words, verdict, _),) = difference_table([paired])
-    assert (names, other, verdict) == ("A, kNN 20", "B", "told apart") and words.startswith("+2.0 (+0.")
+    assert differences_of(best, unkept) == [unpaired]  # one is published
+    assert differences_of(best, row_of("B", OTHER, first=1))[0].over == unpaired.over
+    _, ((names, name, words, verdict, _),) = difference_table([paired])
+    assert (names, name, verdict) == ("A, kNN 20", "B", "told apart") and words.startswith("+2.0 (+0.")
 
 
 def test_scores_of_images_travel_with_published_rows(tmp_path):
-    best = right(0.7)
-    rows = [row_of("A", best), row_of("B", right(0.02, best))]
+    rows = [row_of("A", BEST), row_of("B", OTHER)]
     write_scores(tmp_path, rows)
     without = [{key: value for key, value in row.items() if key != "scores"} for row in rows]
-    (tmp_path / "results.json").write_text(json.dumps({"results": without}))
-    (published,), (other,) = read_published(str(tmp_path / "results.json")).values()
-    assert differences_from_best(frame_of([published, other])) == differences_from_best(frame_of(rows))
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"results": without}))
+    (published,), (other,) = read_published(str(file)).values()
+    assert differences_of(published, other) == differences_of(*rows)
     assert (tmp_path / "scores.npz").stat().st_size < 1000  # 500 images each
     (tmp_path / "scores.npz").write_bytes(b"PK")
     with pytest.raises(UserError, match=r"results\.json"):
-        read_published(str(tmp_path / "results.json"))
+        read_published(str(file))
 
 
-def test_of_one_encoder_each_the_draws_are_in_the_interval():
+def test_of_one_encoder_each_the_draws_are_in_the_interval(rng):
     """And what a draw does to both, such as the choice of their labels, is not."""
-    rng = np.random.default_rng(0)
     shared, own = rng.normal(0, 0.1, 20), rng.normal(0, 0.02, (2, 20))
     scores = 0.5 + shared + own + np.array([[0.02], [0.0]])
     drawn = frame_of_seeds(scores).rename(columns={"encoder_seed": "seed"})
@@ -119,11 +122,6 @@ def shares(random, encoders, images):
     return random.random((encoders, images)) < random.beta(2, 2, images)
 
 
-def alike(random, encoders, images):
-    """Encoders that are correlated by .5: most images are easy or hard."""
-    return random.random((encoders, images)) < random.beta(0.5, 0.5, images)
-
-
 def families(random, encoders, images):
     """Encoders of two kinds: other images are easy for each."""
     return random.random((encoders, images)) < random.beta(2, 2, (2, images))[np.arange(encoders) % 2]
@@ -140,7 +138,7 @@ def test_of_tables_of_equal_encoders_few_tell_any_two_apart(encoders, images):
     """At most 6 of 100 tables. The quantile is that of one table of each kind: it hardly differs between them."""
     random = np.random.default_rng(encoders + images)
     told = []
-    for scores_of in (shares, alike, families, errors):
+    for scores_of in (shares, families, errors):
         quantile = 0.0
         for _ in range(500):
             scores = scores_of(random, encoders, images).astype(float)
@@ -171,17 +169,17 @@ def test_of_tables_of_equal_methods_few_tell_any_two_apart(monkeypatch):
 
 def test_the_columns_of_a_table_share_its_error():
     rows = [row_of("A", right(0.7), kept=False), row_of("B", right(0.6, seed=1), kept=False)]
-    (alone,) = differences_from_best(frame_of(rows))
-    several = [row | {"case": case} for row in rows for case in "12345"]
-    found = differences_from_best(frame_of(several))
+    (alone,) = differences_of(*rows)
+    found = differences_of(*(row | {"case": case} for row in rows for case in "12345"))
     assert len(found) == 5 and all(each.half > alone.half for each in found)
 
 
-@pytest.mark.parametrize(("older", "told"), [("A", []), ("B", [("A", "C")])])
+@pytest.mark.parametrize("older, told", [("A", []), ("B", [("A", "C")])])
 def test_an_encoder_without_an_interval_is_no_lesser_one(older, told):
     """A, which is the best, has no difference from the others without its interval; one of these is left out."""
     shares = {"A": 0.9, "B": 0.7, "C": 0.5}
     rows = [row_of(name, right(share), kept=False) for name, share in shares.items()]
-    rows = [{key: row[key] for key in row if (row["encoder"], key) != (older, "interval")} for row in rows]
-    found = differences_from_best(frame_of(rows))
-    assert [(each.best, each.other) for each in found] == told
+    for row in rows:
+        if row["encoder"] == older:
+            del row["interval"]
+    assert [(each.best, each.other) for each in differences_of(*rows)] == told

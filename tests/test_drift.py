@@ -1,14 +1,12 @@
 """General images (`probe.path`), and the drift of a run from the weights that it began with."""
 
-import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import CUT, TINY, encoded, picture, read_metrics, without_times
+from conftest import CUT, TINY, put_picture, read_json, read_metrics, without_times
 from safetensors.torch import load_file
 from server import Command, finish
 from sklearn.neighbors import NearestNeighbors
@@ -27,21 +25,18 @@ ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
 PROBED = ("--run.eval_every=2", "--probe.every=2", "--probe.images=40", "--data.eval_images=30")
 
 
-def write_classes(folder: Path, count: int, first: int = 0) -> Path:
+def write_classes(folder, count, first=0):
     """A folder of images in two classes."""
     for number in range(first, first + count):
-        file = folder / ("cat" if number % 2 else "dog") / f"{number:02d}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(picture(number)))
+        put_picture(folder / ("cat" if number % 2 else "dog") / f"{number:02d}.png", number)
     return folder
 
 
 @pytest.fixture
 def own(tmp_path):
     """A folder of 24 images without labels."""
-    (tmp_path / "own").mkdir()
     for number in range(24):
-        (tmp_path / "own" / f"{number:02d}.png").write_bytes(encoded(picture(100 + number)))
+        put_picture(tmp_path / "own" / f"{number:02d}.png", 100 + number)
     return tmp_path / "own"
 
 
@@ -51,7 +46,14 @@ def general(tmp_path):
     return write_classes(tmp_path / "general", 30)
 
 
-def encoder_of(*options: str) -> torch.nn.Module:
+@pytest.fixture
+def settings(own, general, finished_run):
+    """Of a run on its own images from the weights of another, which is probed on general ones."""
+    weights = f"--model.init_from={finished_run}"
+    return *PROBED, *ADAM, *CUT, f"--data.path={own}", f"--probe.path={general}", weights
+
+
+def encoder_of(*options):
     """A small encoder by these settings."""
     torch.manual_seed(0)
     model, _ = build_model(parse(Config, [*TINY, *ADAM, *options]))
@@ -61,8 +63,7 @@ def encoder_of(*options: str) -> torch.nn.Module:
 # --- closed forms ---
 
 
-def test_neighbours_are_those_of_sklearn_and_agree_where_angles_are_kept():
-    rng = np.random.default_rng(0)
+def test_neighbours_are_those_of_sklearn_and_agree_where_angles_are_kept(rng):
     features = rng.normal(size=(300, 16))
     rows = torch.from_numpy(features)
     near = find_other_neighbours(rows, 5).index
@@ -104,11 +105,11 @@ def test_a_start_that_cannot_be_read_ends_nothing(tmp_path):
 # --- the general images ---
 
 
-def load(path: Path, **options):
-    return load_general_images(general_source(ProbeConfig(path=str(path), **options), DataConfig()))
+def load(path):
+    return load_general_images(general_source(ProbeConfig(path=str(path)), DataConfig()))
 
 
-@pytest.mark.parametrize(("splits", "counts"), [({"train": 10, "test": 6}, [10, 6]), ({"test": 12}, [6, 6])])
+@pytest.mark.parametrize("splits, counts", [({"train": 10, "test": 6}, [10, 6]), ({"test": 12}, [6, 6])])
 def test_general_images_are_those_of_the_splits_or_halves(tmp_path, splits, counts):
     for split, count in splits.items():
         write_classes(tmp_path / "images" / split, count)
@@ -116,7 +117,7 @@ def test_general_images_are_those_of_the_splits_or_halves(tmp_path, splits, coun
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    "path, said",
     [
         ("./nowhere", r"probe\.path is \./nowhere, which does not exist"),
         ("own", r"probe\.path is own; it must be images with one label each, in train too; probe\.label_column may"),
@@ -136,9 +137,9 @@ def test_a_set_that_cannot_serve_is_refused_by_its_own_setting(own, tmp_path, mo
 
 
 def test_own_images_that_are_the_general_ones_too_have_the_same_figures(pretrain, tmp_path, finished_run):
-    write_classes(tmp_path / "same" / "train", 20)
-    write_classes(tmp_path / "same" / "test", 12, first=50)
     path = tmp_path / "same"
+    write_classes(path / "train", 20)
+    write_classes(path / "test", 12, first=50)
     run = pretrain(*PROBED, *ADAM, f"--data.path={path}", f"--probe.path={path}", f"--model.init_from={finished_run}")
     for line in read_history(run):
         if "knn/depth_01" not in line:
@@ -153,10 +154,8 @@ def test_own_images_that_are_the_general_ones_too_have_the_same_figures(pretrain
 
 @pytest.mark.faults
 def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
-    pretrain, stopped_at, own, general, tmp_path, finished_run
+    pretrain, stopped_at, settings, general, tmp_path
 ):
-    settings = (*PROBED, *ADAM, *CUT, f"--data.path={own}", f"--probe.path={general}")
-    settings += (f"--model.init_from={finished_run}",)
     whole = pretrain(*settings, dir=tmp_path / "whole")
     stopped_at(3, *settings)
     killed = pretrain(*settings)
@@ -178,7 +177,7 @@ def test_a_run_goes_on_with_its_general_images_or_with_none(pretrain, stopped_at
         pretrain(*settings, f"--probe.path={general}")
     run = pretrain(*settings)
     assert set(read_metrics(run, "general/knn/depth_01")) == {0, 2}
-    assert json.loads((run / "data.json").read_text())["probe.path"]["images"] == 15
+    assert read_json(run / "data.json")["probe.path"]["images"] == 15
 
 
 def test_a_run_among_general_images_is_refused(pretrain, general):
@@ -197,12 +196,9 @@ def test_a_branch_measures_from_the_start_of_its_trunk(pretrain, general, tmp_pa
 
 
 @pytest.mark.faults
-def test_two_processes_measure_as_one_does(tmp_path, pretrain, own, general, finished_run):
+def test_two_processes_measure_as_one_does(tmp_path, pretrain, settings):
     """In shards of the weights."""
-    settings = (*TINY, *PROBED, *ADAM, *CUT, f"--data.path={own}", f"--probe.path={general}")
-    settings += (f"--model.init_from={finished_run}",)
     one = pretrain(*settings, dir=tmp_path / "one")
-    words = (*settings, f"--run.dir={tmp_path / 'two'}")
-    finish(Command("pretrain", *words, processes=2, sharded=True))
+    finish(Command("pretrain", *TINY, *settings, f"--run.dir={tmp_path / 'two'}", processes=2, sharded=True))
     for name in ("general/knn/depth_02", "drift/weights/depth_01"):
         assert read_metrics(tmp_path / "two", name) == pytest.approx(read_metrics(one, name), abs=1e-4)

@@ -4,15 +4,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from classified_images import OF_TRAINING
-from conftest import encoded, picture
+from classified_images import FAST
+from conftest import encoded, interrupt_after, picture
 from PIL import Image
 
 import mpp
-from evaluation import embed, finetune, tables
+from evaluation import embed, tables
 from mpp.errors import UserError
-
-FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 
 
 @pytest.fixture
@@ -25,9 +23,13 @@ def rows_of(file):
     return {row["file"].rsplit("/", 1)[-1]: row for row in pq.read_table(file).to_pylist()}
 
 
-def test_each_image_has_a_row_and_a_broken_one_says_so(images, finished_run, tmp_path):
+def test_each_image_has_a_row_and_a_table_is_neither_made_again_nor_written_over(
+    images, finished_run, tmp_path, monkeypatch, capsys
+):
+    """A broken image's row says so. A table of other images, weights or settings is refused; and what is no table."""
     file = tmp_path / "features.parquet"
-    embed.main([f"--encoder={finished_run}", f"--data.path={images}", f"--out={file}", *FAST])
+    words = [f"--encoder={finished_run}", f"--data.path={images}", f"--out={file}", *FAST]
+    embed.main(words)
     rows = rows_of(file)
     assert len(rows) == 13 and rows["broken.png"]["features"] is None and "broken" not in str(rows["00.png"])
     assert rows["broken.png"]["error"] and all(row["error"] is None for name, row in rows.items() if name[0] != "b")
@@ -35,16 +37,7 @@ def test_each_image_has_a_row_and_a_broken_one_says_so(images, finished_run, tmp
     for name in ("00.png", "11.png"):
         whole = Image.open(next(images.rglob(name)))
         np.testing.assert_allclose(rows[name]["features"], mpp.extract_features(encoder, whole)[0], atol=1e-5)
-    assert list(tmp_path.glob(".*")) == []
 
-
-def test_a_table_is_not_made_again_and_one_of_something_else_not_written_over(
-    images, finished_run, tmp_path, monkeypatch, capsys
-):
-    """Of other images, weights or settings; nor what is no table."""
-    file = tmp_path / "features.parquet"
-    words = [f"--encoder={finished_run}", f"--data.path={images}", f"--out={file}", *FAST]
-    embed.main(words)
     before = file.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(tables.ImageBatch, "table", None)
@@ -66,10 +59,9 @@ def test_parts_of_something_else_are_written_over(images, finished_run, tmp_path
     """Of a folder that has changed since, too: it has fewer images, and fewer parts."""
     monkeypatch.setattr(tables, "BATCHES_PER_PART", 1)
     words = [f"--encoder={finished_run}", f"--data.path={images}", f"--out={tmp_path / 'features.parquet'}", *FAST]
-    with monkeypatch.context() as broken_off:
-        broken_off.setattr(tables, "write_complete", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            embed.main(words)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, tables, "write_complete", 0)
+        embed.main(words)
     for file in sorted(images.rglob("0*.png"))[:6]:
         file.unlink()
     embed.main(words)
@@ -83,16 +75,3 @@ def test_images_of_one_type_and_broken_ones_make_a_batch():
     samples = [(torch.zeros(3, 2, 2), None), (torch.zeros(3, 2, 2, dtype=torch.uint8), "broken")]
     pixels, errors = tables.collate(samples)
     assert pixels.dtype == torch.float32 and errors == [None, "broken"]
-
-
-@pytest.mark.faults
-def test_a_fine_tunings_folder_means_its_tested_run(finished_run, class_images, tmp_path):
-    tuned = tmp_path / "tuned"
-    words = (f"--encoder={finished_run}", f"--data.path={class_images}", f"--run.dir={tuned}", "--lrs=0.1")
-    finetune.main([*OF_TRAINING, *words, "--data.eval_fraction=0.3"])
-    of_encoder = []
-    for place in (tuned, tuned / "lr_0.1"):
-        file = tmp_path / f"{place.name}.parquet"
-        embed.main([f"--encoder={place}", f"--data.path={class_images}", f"--out={file}", *FAST])
-        of_encoder.append(rows_of(file))
-    assert of_encoder[0] == of_encoder[1]

@@ -1,13 +1,13 @@
 """Training with labels that are several classes, or a number."""
 
-import json
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, read_metrics
+from classified_images import OF_MODEL, OF_TRAINING
+from conftest import read_json, read_metrics
 from test_label_kinds import colours, redness, write_images
 
 from evaluation import finetune, supervised
@@ -17,13 +17,7 @@ from evaluation.supervision.classifiers import load_classifier
 from evaluation.supervision.learners import learner_of
 from mpp.errors import UserError
 
-BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model", "--data.eval_images")))
-SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
-OF_KIND = [pytest.param(redness, (), "number", id="number"), pytest.param(colours, ("--task=several",), "several")]
-
-
-def read_json(path):
-    return json.loads(path.read_text())
+OF_KIND = [(redness, (), "number"), (colours, ("--task=several",), "several")]
 
 
 @pytest.fixture
@@ -41,12 +35,12 @@ def pages(monkeypatch):
 
 
 @pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
-@pytest.mark.parametrize(("label", "arguments", "kind"), OF_KIND)
+@pytest.mark.parametrize("label, arguments, kind", OF_KIND)
 def test_a_run_learns_other_kinds(label, arguments, kind, tmp_path, capsys, pages):
     images = write_images(tmp_path / "images", label)
     folder = tmp_path / "run"
-    common = [*BASE, *SMALL, *arguments, f"--data.path={images}", f"--run.dir={folder}"]
-    supervised.main([*common, "--run.report=true"])
+    common = [*OF_TRAINING, *OF_MODEL, *arguments, f"--data.path={images}"]
+    supervised.main([*common, f"--run.dir={folder}", "--run.report=true"])
     assert pages == [(folder, [folder / "supervised.json"])]
     score = KINDS[kind].score
     assert "24 test (21 labelled)" in capsys.readouterr().out
@@ -65,14 +59,14 @@ def test_a_run_learns_other_kinds(label, arguments, kind, tmp_path, capsys, page
 
     for option in ("--augment.mixup=0.8", f"--distill.teacher={folder}"):
         with pytest.raises(UserError, match=f"task is {kind}; it must be class with mixup, CutMix, label smoothing or"):
-            supervised.main([*BASE, *SMALL, *arguments, option, f"--data.path={images}", f"--run.dir={tmp_path}/other"])
+            supervised.main([*common, option, f"--run.dir={tmp_path}/other"])
 
 
-@pytest.mark.parametrize(("label", "arguments", "kind"), OF_KIND)
+@pytest.mark.parametrize("label, arguments, kind", OF_KIND)
 def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, kind, tmp_path, capsys, pages):
     images = write_images(tmp_path / "images", label)
     encoder = ("--encoder=test_vit", "--init=random", "--img_size=32", "--optim.warmup_steps=0")
-    common = (*BASE, *encoder, *arguments, f"--data.path={images}", f"--run.dir={tmp_path}", "--run.steps=2")
+    common = (*OF_TRAINING, *encoder, *arguments, f"--data.path={images}", f"--run.dir={tmp_path}", "--run.steps=2")
     finetune.main([*common, "--lrs=[0.01, 0.001]", "--run.checkpoint_every=2", "--run.report=true"])
     dev_runs = [(tmp_path / f"dev_lr_{lr}", []) for lr in (0.01, 0.001)]
     report = read_json(tmp_path / "finetune.json")
@@ -86,20 +80,9 @@ def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, ki
     assert "random weights: not evaluated" not in capsys.readouterr().out  # it began from them
 
 
-def test_learners_lose_what_they_say():
-    generator = np.random.default_rng(0)
-    marks = generator.integers(0, 2, (6, 3)).astype(np.int8)
-    outputs = torch.from_numpy(generator.normal(size=(6, 3))).float()
-    shares = outputs.sigmoid().numpy()
-    expected = -np.where(marks == 1, np.log(shares), np.log(1 - shares)).sum(1).mean()
-    loss = learner_of("several", marks, 3).loss(outputs, torch.from_numpy(marks))
-    assert float(loss) == pytest.approx(expected, rel=1e-5)
-
-    targets = generator.normal(1000, 10, 50)
-    predicted = torch.from_numpy(targets[:6] + 5).float()[:, None]
-    for loss, expected in (("l2", (5 / targets.std()) ** 2), ("l1", 5 / targets.std())):
-        learner = learner_of("number", targets, 0, loss)
-        assert float(learner.loss(predicted, torch.from_numpy(targets[:6]))) == pytest.approx(expected, rel=1e-3)
+def test_an_error_of_numbers_is_in_deviations(rng):
+    targets = rng.normal(1000, 10, 50)
+    learner = learner_of("number", targets, 0, "l1")
+    some = torch.from_numpy(targets[:6])
+    assert float(learner.loss(some.float()[:, None] + 5, some)) == pytest.approx(5 / targets.std(), rel=1e-3)
     assert learner_of("number", np.full(3, 7.0), 0).std == 1  # all alike
-    head = learner.complete(torch.nn.Identity())
-    assert float(head(torch.zeros(1))) == pytest.approx(targets.mean(), rel=1e-6)

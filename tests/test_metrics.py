@@ -14,16 +14,16 @@ from mpp.features.metrics import add_sums, measure_predictions, nearest_visible,
 from mpp.objectives import build_objective, patchify
 
 
-def corruption_of(images: int, side: int, **settings) -> Corruption:
+def corruption_of(images, side, **settings):
     return draw_batch(CorruptionConfig(**settings), (side, side), images)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "side", "rate"),
+    "pattern, side, rate",
     [
-        pytest.param("random", 5, 0.8, id="random"),
-        pytest.param("random", 5, 0.96, id="random, one visible patch"),
-        pytest.param("blockwise", 6, 0.8, id="blockwise"),
+        ("random", 5, 0.8),
+        ("random", 5, 0.96),  # one visible patch
+        ("blockwise", 6, 0.8),
     ],
 )
 def test_nearest_visible_patches_by_search(pattern, side, rate):
@@ -59,12 +59,11 @@ def test_measures_against_a_loop(name):
     for b, k in np.ndindex(6, 8):
         kind = Kind(int(corruption.kinds[b, k]))
         right = truth[b, corruption.positions[b, k]]
-        of_kind = {Kind.MASK: "accuracy", Kind.RANDOM: "accuracy_random", Kind.KEEP: "accuracy_keep"}[kind]
-        equal[of_kind].append(guess[b, k] == right)
+        name = "accuracy" if kind == Kind.MASK else f"accuracy_{kind.name.lower()}"
+        equal[name].append(guess[b, k] == right)
         if kind == Kind.MASK:
-            first, second = nearest[b, k]
-            equal["nearest"].append(truth[b, first] == right)
-            exact_mean = (patches[b, first].double() + patches[b, second].double()) / 2
+            equal["nearest"].append(truth[b, nearest[b, k, 0]] == right)
+            exact_mean = patches[b, nearest[b, k]].double().mean(0)
             mean_patch = torch.floor(exact_mean + 0.5).to(torch.uint8)
             mean_targets = objective.targets(mean_patch[None], torch.zeros(1, 1).long())
             equal["two_nearest"].append(objective.colour_classes(mean_targets)[0, 0] == right)
@@ -76,14 +75,13 @@ def test_measures_against_a_loop(name):
 
 def test_a_kind_that_does_not_occur_is_not_reported():
     corruption = corruption_of(1, 4, mask=0.0, random=0.0, keep=1.0)
-    images = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
-    sums = measure_predictions(build_objective(ObjectiveConfig(), 4), torch.zeros(1, 8, 512), images, corruption)
+    objective = build_objective(ObjectiveConfig(), 4)
+    sums = measure_predictions(objective, torch.zeros(1, 8, 512), torch.zeros(1, 3, 16, 16).byte(), corruption)
     assert summarize(sums) == {"accuracy_keep": 1.0}
 
 
 @pytest.mark.parametrize("target", [dict(name="hog"), dict(name="pixels", normalize="patch")])
 def test_where_no_colour_is_predicted_no_accuracy_is_measured(target):
     objective = build_objective(ObjectiveConfig(**target), 4)
-    images = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
-    sums = measure_predictions(objective, torch.zeros(1, 8, objective.outputs), images, corruption_of(1, 4))
-    assert summarize(sums) == {}
+    predictions = torch.zeros(1, 8, objective.outputs)
+    assert summarize(measure_predictions(objective, predictions, random_images(1, side=16), corruption_of(1, 4))) == {}

@@ -4,19 +4,20 @@ import json
 import shutil
 from pathlib import Path
 
+import classified_images
 import numpy as np
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 from classified_images import FAST, read_csv
-from conftest import dataset_of, encoded, interrupt_after, picture
+from conftest import dataset_of, encoded, interrupt_after, picture, read_json
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import jaccard_score
 from torchvision.transforms import v2
 
-from evaluation import predict, segmentation, tables
+from evaluation import segmentation, tables
 from evaluation.config import MaskedDataConfig
 from evaluation.patches.masks import decode_mask
 from evaluation.predictions import MaskPredictions, colors_of, draw_mask, draw_overlay
@@ -43,14 +44,13 @@ def images(tmp_path):
     return tmp_path / "images"
 
 
-def predict_to(out: Path, head: Path, images: Path, *options: str) -> dict[str, dict[str, str]]:
+def predict_to(out, head, images, *options):
     """The rows of the table by the names of files."""
-    predict.main([f"--classifier={head}", f"--data.path={images}", f"--out={out}", *FAST, *options])
-    return {row["file"]: row for row in read_csv(out)}
+    return {row["file"]: row for row in read_csv(classified_images.predict_to(out, head, images, *options))}
 
 
 @torch.no_grad()
-def plain_logits(model: torch.nn.Module, weights: dict[str, torch.Tensor], pixels: torch.Tensor) -> torch.Tensor:
+def plain_logits(model, weights, pixels):
     """Logits of a window (3, 32, 32) by plain timm and torch: (C, 32, 32)."""
     tokens = model.forward_features((pixels[None] / 255 - 0.5) / 0.5)[:, model.num_prefix_tokens :]
     scaled = (tokens - weights["norm.running_mean"]) / (weights["norm.running_var"] + 1e-5).sqrt()
@@ -62,7 +62,7 @@ def plain_logits(model: torch.nn.Module, weights: dict[str, torch.Tensor], pixel
 
 
 @torch.no_grad()
-def plain_mask(head: Path, image: Path, share: float) -> tuple[np.ndarray, float]:
+def plain_mask(head, image, share):
     """The mask of an image by loops over its windows, and the mean probability of its classes."""
     model = timm.create_model(f"local-dir:{head.parents[1] / 'encoder'}", pretrained=True).eval()
     weights = load_file(head / "head.safetensors")
@@ -99,53 +99,52 @@ def test_a_mask_is_the_largest_logit_at_the_images_own_size(head, images, tmp_pa
         assert (read.numpy() == numbers).all()  # as `mpp segmentation` reads masks
         assert Image.open(tmp_path / row["overlay"]).size == mask.size
     assert rows["sub/square.jpg"]["mask"] == "p_masks/sub/square.jpg.png"  # beside it is a square.png
-    about = json.loads((tmp_path / "p.csv.json").read_text())
+    about = read_json(tmp_path / "p.csv.json")
     assert about["classes"] == ["background", "bird"] and about["class_numbers"] == [0, 1]
 
 
-def write_masked(folder: Path, names: dict[str, tuple[str, np.ndarray]]) -> None:
+def write_masked(folder, masks):
     """Masks beside the images of a folder, and the list that names them."""
     (folder / "masks").mkdir()
     lines = []
-    for name, (file, numbers) in names.items():
-        Image.fromarray(numbers.astype(np.uint8)).save(folder / "masks" / file)
-        lines.append({"file_name": name, "mask_file_name": f"masks/{file}", "site": f"at {file}"})
-    (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for place, (name, numbers) in enumerate(masks.items()):
+        Image.fromarray(numbers.astype(np.uint8)).save(folder / "masks" / f"{place}.png")
+        lines.append(json.dumps({"file_name": name, "mask_file_name": f"masks/{place}.png", "site": f"at {place}"}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
-def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, capsys):
+def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, capsys, rng):
     """As scikit-learn's Jaccard score of all pixels that count; the classes that the head does not know are missed.
 
     A broken image has no score.
     """
-    generator = np.random.default_rng(0)
-    named = {}
+    scored = {}
     for name in ("wide, ü.png", "tall.png"):
-        numbers = generator.choice([0, 1, 7, 255], SIZES[name], p=[0.5, 0.3, 0.1, 0.1])
-        named[name] = (f"{len(named)}.png", numbers)
-    named["sub/square.jpg"] = ("2.png", np.zeros((9, 9)))  # of another size
-    named["sub/square.png"] = ("3.png", np.zeros((40, 40)))
+        scored[name] = rng.choice([0, 1, 7, 255], SIZES[name], p=[0.5, 0.3, 0.1, 0.1])
+    others = {"sub/square.jpg": np.zeros((9, 9)), "sub/square.png": np.zeros((40, 40))}  # the first: of another size
     (images / "sub" / "square.png").write_bytes(b"no image")
-    write_masked(images, named)
+    write_masked(images, scored | others)
     rows = predict_to(tmp_path / "p.csv", head, images)
     true, predicted = [], []
-    for name in ("wide, ü.png", "tall.png"):
-        counts = named[name][1] != 255
-        true.append(named[name][1][counts])
-        predicted.append(np.array(Image.open(tmp_path / rows[name]["mask"]))[counts])
+    for name, mask in scored.items():
+        true.append(mask[mask != 255])
+        predicted.append(np.array(Image.open(tmp_path / rows[name]["mask"]))[mask != 255])
     true, predicted = np.concatenate(true), np.concatenate(predicted)
     ious = jaccard_score(true, predicted, labels=[0, 1, 7], average=None)
-    figures = json.loads((tmp_path / "p.csv.json").read_text())["figures"]["all"]
+    figures = read_json(tmp_path / "p.csv.json")["figures"]["all"]
     assert figures["accuracy"] == pytest.approx(ious.mean()) and figures["images"] == 2
     assert figures["figures"]["pixel_accuracy"][0] == pytest.approx((true == predicted).mean())
     by_class = {row["class"]: row for row in read_csv(tmp_path / "p.all.classes.csv")}
     assert list(by_class) == ["background", "bird", "other classes"] and by_class["other classes"]["IoU (%)"] == "0.0"
     assert by_class["bird"]["IoU (%)"] == f"{100 * ious[1]:.1f}"
-    assert "its mask has 9 x 9 pixels, and the image 64" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "its mask has 9 x 9 pixels, and the image 64" in said and "1 image cannot be decoded" in said
+    assert rows["sub/square.png"]["mask"] == "" and rows["sub/square.png"]["error"]
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.*g") if file.is_file()}
+def files_in(folder):
+    """The table, masks and overlays."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.*[gv]") if file.is_file()}
 
 
 def test_interrupted_masks_are_finished_to_the_same_bytes_with_their_images_alone(head, images, tmp_path, monkeypatch):
@@ -153,8 +152,9 @@ def test_interrupted_masks_are_finished_to_the_same_bytes_with_their_images_alon
     monkeypatch.setattr(tables, "BATCHES_PER_PART", 2)
     others = shutil.copytree(images, tmp_path / "others")
     (others / "tall.png").rename(others / "other.png")
-    out = tmp_path / "b" / "p.csv"
+    out, whole = tmp_path / "b" / "p.csv", tmp_path / "a"
     out.parent.mkdir()
+    whole.mkdir()
     refused = pytest.raises(
         UserError, match=r"out is .*p\.csv; it must be another: .*p_masks exists, and may be of oth"
     )
@@ -164,25 +164,20 @@ def test_interrupted_masks_are_finished_to_the_same_bytes_with_their_images_alon
             predict_to(out, head, images)
         with refused:
             predict_to(out, head, others)
-    predict_to(out, head, images)
-    (tmp_path / "a").mkdir()
-    predict_to(tmp_path / "a" / "p.csv", head, images)
-    assert out.read_bytes() == (tmp_path / "a" / "p.csv").read_bytes()
-    assert files_in(tmp_path / "a") == files_in(out.parent) and len(files_in(out.parent)) == 8
+    for folder in (out.parent, whole):
+        predict_to(folder / "p.csv", head, images)
+    assert files_in(out.parent) == files_in(whole) and len(files_in(whole)) == 9
     assert not list(out.parent.glob(".*"))
     out.unlink()
     with refused:
         predict_to(out, head, images)
 
 
-def test_a_broken_image_has_no_mask_and_a_long_one_has(head, images, tmp_path, capsys):
-    (images / "tall.png").write_bytes(b"no image")
+def test_a_long_image_has_a_mask_and_overlays_are_left_out(head, images, tmp_path):
     (images / "long.png").write_bytes(encoded(np.zeros((4, 100, 3), np.uint8)))
     rows = predict_to(tmp_path / "p.csv", head, images, "--overlays=false")
-    assert rows["tall.png"]["mask"] == "" and rows["tall.png"]["error"]
     assert Image.open(tmp_path / rows["long.png"]["mask"]).size == (100, 4)
-    assert "1 image cannot be decoded" in capsys.readouterr().err
-    assert len(list((tmp_path / "p_masks").rglob("*.png"))) == 4 and not (tmp_path / "p_overlays").exists()
+    assert len(list((tmp_path / "p_masks").rglob("*.png"))) == 5 and not (tmp_path / "p_overlays").exists()
 
 
 def test_masks_are_not_written_among_the_images(head, images, monkeypatch):
@@ -197,7 +192,7 @@ def test_masks_are_not_written_among_the_images(head, images, monkeypatch):
 def test_settings_that_do_not_serve_are_refused(head, images, tmp_path):
     with pytest.raises(UserError, match=r"top is 2; it must be left out: .* of the kind pixels"):
         predict_to(tmp_path / "p.csv", head, images, "--top=2")
-    write_masked(images, {"tall.png": ("0.png", np.zeros(SIZES["tall.png"]))})
+    write_masked(images, {"tall.png": np.zeros(SIZES["tall.png"])})
     with pytest.raises(UserError, match=r"data\.mask_column is masc; it must be a column of all"):
         predict_to(tmp_path / "r.csv", head, images, "--data.mask_column=masc", "--data.image_column=image")
 
@@ -205,7 +200,7 @@ def test_settings_that_do_not_serve_are_refused(head, images, tmp_path):
 def test_images_in_a_container_have_masks_by_their_number(head, tmp_path):
     rows = dataset_of([encoded(picture(number)) for number in range(2)])
     rows.to_parquet(tmp_path / "set" / "train-00000-of-00001.parquet")
-    predict.main([f"--classifier={head}", f"--data.path={tmp_path / 'set'}", f"--out={tmp_path / 'p.parquet'}", *FAST])
+    classified_images.predict_to(tmp_path / "p.parquet", head, tmp_path / "set")
     masks = {str(file.relative_to(tmp_path)) for file in (tmp_path / "p_masks").rglob("*.png")}
     assert masks == {"p_masks/all/000000000.png", "p_masks/all/000000001.png"}
 

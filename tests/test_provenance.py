@@ -4,7 +4,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from conftest import CUT, dataset_of, encoded, picture
+from conftest import CUT, dataset_of, encoded, picture, put_picture
+from test_run_images import FAST
 
 from evaluation import fewshot, supervised
 from evaluation.frozen.run_images import check_labels_unseen
@@ -12,7 +13,6 @@ from mpp.config import SourceConfig
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 
-FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
 ONE_STEP = (
     *("--run.steps=1", "--run.threads=1", "--run.report=false", "--data.workers=0"),
     *("--optim.global_batch_size=4", "--optim.warmup_steps=0"),
@@ -28,7 +28,7 @@ def supervised_run(image_folder, tmp_path):
     return folder
 
 
-def evaluated_on(run: Path, path: Path, **settings) -> tuple:
+def evaluated_on(run, path, **settings):
     """The arguments of `check_labels_unseen` for the images at a path."""
     settings = {"eval_split": None, "eval_fraction": 0.25} | settings
     source = SourceConfig(path=str(path), **settings)
@@ -84,7 +84,7 @@ def test_where_images_have_changed_since_what_was_learned_is_unknown(supervised_
     check_labels_unseen(*evaluated_on(supervised_run, image_folder))
     assert "is unknown" not in capsys.readouterr().err
     for number in range(12, 24):
-        (image_folder / "cat" / f"{number:02d}.png").write_bytes(encoded(picture(number)))
+        put_picture(image_folder / "cat" / f"{number:02d}.png", number)
     check_labels_unseen(*evaluated_on(supervised_run, image_folder))
     said = capsys.readouterr().err
     assert f"warning: {supervised_run} was trained with labels of images at data.path {image_folder}" in said
@@ -106,6 +106,8 @@ def test_test_images_whose_labels_were_learned_are_refused(supervised_run, image
     capsys.readouterr()
     fewshot.main([f"--encoder={supervised_run}", *FAST])
     assert "was trained with labels of these training images" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"training images; for test false, train it with --data\.eval_split null"):
+        fewshot.main([f"--encoder={supervised_run}", *FAST, "--test=false"])
 
     other_cut = [f"--data.path={image_folder}", *CUT, "--data.cut_seed=1"]
     refused = rf"trained with the labels of [123] of these 3 test images; .*{image_folder}"
@@ -113,10 +115,9 @@ def test_test_images_whose_labels_were_learned_are_refused(supervised_run, image
         fewshot.main([f"--encoder={supervised_run}", *other_cut, *FAST])
     fewshot.main([f"--encoder={supervised_run}", *other_cut, *FAST, "--random=true"])
     weights = supervised_run / "encoder" / "model.safetensors"
-    source = SourceConfig(path=str(image_folder), eval_split=None, eval_fraction=0.25, cut_seed=1)
     with pytest.raises(UserError, match=f"was {refused}"):  # as --checkpoint has it
-        check_labels_unseen(str(weights), source, *load_image_datasets(source))
-    assert check_labels_unseen("floor:pixels", source, None, None) is None
+        check_labels_unseen(*evaluated_on(weights, image_folder, cut_seed=1))
+    assert check_labels_unseen("floor:pixels", SourceConfig(), None, None) is None
 
     continued = [*ONE_STEP, *other_cut, f"--run.dir={tmp_path / 'second'}", f"--model.init_from={supervised_run}"]
     with pytest.raises(UserError, match=rf"encoder is {supervised_run}.*was {refused}"):

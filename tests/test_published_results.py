@@ -1,13 +1,13 @@
 """Configs parse, published results are found by their digests, and pages say what was measured."""
 
-import json
 import re
+from collections import defaultdict
 
 import numpy as np
 import pytest
 import yaml
 from comparisons import cases_in
-from conftest import ROOT
+from conftest import ROOT, read_json
 from published_tables import RESULTS, write_tables
 
 from evaluation.comparison.cases import case_digest, cases_of, evaluation_settings, read_entries
@@ -128,13 +128,12 @@ def digests_of_sweeps(name):
     return digests
 
 
-@pytest.mark.parametrize(("page", "comparisons"), PAGES.items(), ids=PAGES)
+@pytest.mark.parametrize("page, comparisons", PAGES.items(), ids=PAGES)
 def test_a_page_says_what_was_measured(page, comparisons):
     """A row of its tables has an encoder's accuracies, in order; or, below learning rates, a method's."""
     published = {}
-    for comparison in comparisons:
-        for encoder, accuracies in published_accuracies(comparison).items():
-            published[comparison, encoder] = accuracies
+    for name in comparisons:
+        published |= {(name, encoder): accuracies for encoder, accuracies in published_accuracies(name).items()}
     text = (RESULTS / f"{page}.md").read_text().replace("**", "")
     tables = TABLE.findall(text)
     assert len(tables) == text.count("\n|-") > 0
@@ -155,10 +154,13 @@ def test_a_page_says_what_was_measured(page, comparisons):
 def test_the_leaderboard_says_which_differences_are_told_apart():
     config = parse(CompareConfig, ["--config", str(ROOT / "configs/compare/leaderboard_cifar10.yaml")])
     (question,) = (each for each in read_entries(config).questions if each.name == "methods")
-    rows = json.loads((RESULTS / "leaderboard_cifar10/results.json").read_text())["results"]
+    rows = read_json(RESULTS / "leaderboard_cifar10/results.json")["results"]
     images = 10_000
-    tested = [row for row in rows if row["kind"] == "test"]
-    known = [row | {"interval": wilson(row["accuracy"] * images, images), "images": images} for row in tested]
+    known = [
+        row | {"interval": wilson(row["accuracy"] * images, images), "images": images}
+        for row in rows
+        if row["kind"] == "test"
+    ]
     by_column = {}
     for each in sorted(differences_from_best(rows_asked(frame_of(known), question)), key=lambda each: each.value):
         cells = by_column.setdefault(each.column, ([each.best], [], []))
@@ -175,15 +177,13 @@ def test_the_leaderboard_says_which_differences_are_told_apart():
 
 def published_accuracies(comparison):
     """Encoder -> (evaluation, case, dataset) -> its accuracy as a page writes it, from results.json."""
-    by_encoder = {}
-    for row in json.loads((RESULTS / comparison / "results.json").read_text())["results"]:
+    measured = defaultdict(list)
+    for row in read_json(RESULTS / comparison / "results.json")["results"]:
         if row["kind"] == "test":
-            by_case = by_encoder.setdefault(row["encoder"], {})
-            case = (row["evaluation"], row["case"], row["dataset"])
-            by_case.setdefault(case, []).append(row["accuracy"])
-    written = {}
-    for encoder, by_case in by_encoder.items():
-        written[encoder] = {case: written_accuracy(accuracies) for case, accuracies in by_case.items()}
+            measured[row["encoder"], (row["evaluation"], row["case"], row["dataset"])].append(row["accuracy"])
+    written = defaultdict(dict)
+    for (encoder, case), accuracies in measured.items():
+        written[encoder][case] = written_accuracy(accuracies)
     return written
 
 

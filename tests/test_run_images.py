@@ -3,12 +3,12 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from conftest import CUT, encoded, picture
+from comparisons import noted
+from conftest import CUT, encoded, picture, put_picture, read_json
 
 from evaluation import fewshot, finetune, knn
 from evaluation.config import (
@@ -20,14 +20,13 @@ from evaluation.config import (
 )
 from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import load_images_of, parse_and_load
-from mpp.config import SourceConfig
 from mpp.data import sources
 from mpp.errors import UserError
 
 FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
 
 
-def own_images(run: Path | str, *words: str) -> SourceConfig:
+def own_images(run, *words):
     """The settings of the images that an encoder is evaluated on."""
     return parse_and_load(FewshotConfig, [f"--encoder={run}", *words])[0].data
 
@@ -59,17 +58,23 @@ def test_reports_on_other_images_and_by_other_settings_are_named_after_them(tmp_
     (tmp_path / "encoder").mkdir()
     encoder = f"--encoder={tmp_path}"
 
-    def suffix(*words: str, of: type = KnnConfig, of_all: bool = False) -> str:
+    def suffix(*words, of=KnnConfig, of_all=False):
         return report_suffix(parse_and_load(of, [encoder, *words])[0], of_all)
 
     assert suffix() == ""
     assert suffix("--data.path=elsewhere", "--data.label_column=kind") == "_path_elsewhere_label_column_kind"
     assert report_suffix(KnnConfig.of(encoder=str(tmp_path))) == "_path_None"  # from Python: the package's images
     encoder = "--encoder=floor:pixels"
-    assert suffix("--threads=1", "--data.workers=0", of=FewshotConfig, of_all=True) == ""
+    for words, expected in (
+        ("--threads=1 --data.workers=0", ""),
+        ("--random=true --seed=3 --img_size=16", "_random_3_img_size_16"),
+        ("--data.train_images=200 --shots=[1,5]", "_train_images_200_shots_1-5"),
+        ("--checkpoint=dino/model.safetensors", "_checkpoint_dino-model.safetensors"),
+    ):
+        assert suffix(*words.split(), of=FewshotConfig, of_all=True) == expected
     rates = ([step / number for number in range(1, 30)] for step in (1, 2))
-    long, other = (suffix(f"--l2={each}", of=LinearConfig, of_all=True) for each in rates)
-    assert len(long) == len(other) == len("_l2_123456") and long != other
+    suffixes = {suffix(f"--l2={each}", of=LinearConfig, of_all=True) for each in rates}
+    assert [len(each) for each in suffixes] == [len("_l2_123456")] * 2
 
 
 def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, capsys):
@@ -95,15 +100,14 @@ def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_p
     saved = yaml.safe_load((trained / "config.yaml").read_text())
     saved["data"]["path"] = "some/set"
     (trained / "config.yaml").write_text(yaml.safe_dump(saved))
-    records = json.loads((trained / "data.json").read_text())
+    records = read_json(trained / "data.json")
     for record in records.values():
         record["revision"] = "0" * 40
     (trained / "data.json").write_text(json.dumps(records))
     monkeypatch.chdir(tmp_path)
     assert own_images(trained).revision == "0" * 40
-    (tmp_path / "some" / "set").mkdir(parents=True)
     for number in range(40):
-        (tmp_path / "some" / "set" / f"{number}.png").write_bytes(encoded(picture(number)))
+        put_picture(tmp_path / "some" / "set" / f"{number}.png", number)
     with pytest.raises(UserError, match=f"set no longer holds the images of {trained}"):
         own_images(trained)
     here = own_images(trained, "--data.path=./some/set")
@@ -122,12 +126,11 @@ def test_a_run_is_evaluated_on_its_own_images_from_any_folder(of_a_relative_path
 
 def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path, image_folder):
     new = image_folder / "cat" / "00.png"
-    new.write_bytes(encoded(picture(99)))
+    put_picture(new, 99)
     with pytest.raises(UserError, match=rf"{image_folder} no longer holds the images of {of_a_relative_path}"):
         fewshot.main([f"--encoder={of_a_relative_path}", *FAST])
     new.unlink()
-    file = image_folder / "cat" / "01.png"
-    file.write_bytes(encoded(picture(98)))
+    put_picture(image_folder / "cat" / "01.png", 98)
     with pytest.raises(UserError, match=r"train: files changed"):
         own_images(of_a_relative_path)
     assert own_images(of_a_relative_path, f"--data.path={image_folder}").cut_seed == 0  # named by the user
@@ -136,8 +139,7 @@ def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path,
 @pytest.mark.parametrize("evaluate", [knn.main, finetune.main])
 def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, monkeypatch, tmp_path, evaluate):
     """To compare them with those that the run began with, and to extract features of them."""
-    listed, load_local = [], sources.load_local
-    monkeypatch.setattr(sources, "load_local", lambda *given: (listed.append(given), load_local(*given))[1])
+    listed = noted(monkeypatch, sources, "load_local")
     words = [f"--encoder={of_a_relative_path}", "--data.workers=0"]
     if evaluate == finetune.main:
         words += [f"--run.dir={tmp_path / 'finetuned'}", "--run.steps=2", "--run.report=false", "--lrs=[0.1, 0.01]"]
@@ -176,7 +178,7 @@ def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder,
             own_images(of_a_relative_path)
     images = own_images(of_a_relative_path, f"--data.path={moved}")
     assert (images.path, images.cut_seed, images.eval_split) == (str(moved), 3, None)
-    (moved / "cat" / "00.png").write_bytes(encoded(picture(99)))
+    put_picture(moved / "cat" / "00.png", 99)
     assert own_images(of_a_relative_path, f"--data.path={moved}").cut_seed == 0
 
 

@@ -1,18 +1,17 @@
 """Patches evaluated on masks: crops that agree, scores against scikit-learn, both readings against closed forms."""
 
-import json
-from pathlib import Path
-
 import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import encoded, picture
+from conftest import dataset_of, encoded, picture, read_json
 from image_files import npy, tiff
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
 from sklearn.neighbors import KNeighborsClassifier
+from sklearn.preprocessing import normalize
 from test_intervals import measure
+from torch.testing import assert_close
 
 from evaluation import compare, segmentation
 from evaluation.config import MaskedDataConfig, SegmentationConfig
@@ -46,7 +45,7 @@ TRAIN_FILE = "train-00000-of-00001.parquet"
 TEST_FILE = "test-00000-of-00001.parquet"
 
 
-def blocks(seed: int, size: tuple[int, int]) -> np.ndarray:
+def blocks(seed, size):
     """A mask (H, W) of a few large blocks of the classes 0, 1, 2."""
     rng = np.random.default_rng(seed)
     height, width = size
@@ -61,32 +60,23 @@ def blocks(seed: int, size: tuple[int, int]) -> np.ndarray:
 MASK = blocks(0, (8, 9))
 
 
-def in_rgb(mask: np.ndarray) -> np.ndarray:
+def in_rgb(mask):
     """An image (H, W, 3) whose three channels equal a mask."""
     return np.repeat(mask[..., None], 3, -1)
 
 
-def cell(data: bytes | None) -> dict:
+def cell(data):
     """A file as an undecoded column of images has it."""
     return {"bytes": data, "path": None}
 
 
-def images_with_masks(images: list[bytes], masks: list[bytes], mask_column: str) -> datasets.Dataset:
+def images_with_masks(images, masks, mask_column):
     """A dataset of image files, and a column of mask files."""
-    cells = {"image": [cell(data) for data in images], mask_column: [cell(data) for data in masks]}
-    features = datasets.Features({"image": datasets.Image(), mask_column: datasets.Image()})
-    return datasets.Dataset.from_dict(cells, features)
+    of_masks = dataset_of(masks).rename_column("image", mask_column)
+    return datasets.concatenate_datasets([dataset_of(images), of_masks], axis=1)
 
 
-def undecoded(images: list[bytes], masks: list[bytes]) -> ImageDataset:
-    """Images with masks, as `attach_masks` returns them."""
-    rows = images_with_masks(images, masks, "mask")
-    for column in ("image", "mask"):
-        rows = without_decoding(rows, column)
-    return ImageDataset(rows, "image", None, "train")
-
-
-def masked_parquet(folder: Path, count: int = 16, broken=(), without=(), number=lambda mask: mask) -> str:
+def masked_parquet(folder, count=16, broken=(), without=(), number=lambda mask: mask):
     """A folder of images that equal their masks, half of them held out.
 
     Args:
@@ -103,23 +93,23 @@ def masked_parquet(folder: Path, count: int = 16, broken=(), without=(), number=
     return str(folder)
 
 
-@pytest.mark.parametrize("along", [0, 1], ids=["rows", "columns"])
-@pytest.mark.parametrize(("size", "view", "crop"), [((37, 91), (32, 32), 0.875), ((120, 33), (24, 40), 1.0)])
-def test_image_and_mask_get_the_same_crop(along, size, view, crop):
+@pytest.mark.parametrize("size, view, crop", [((37, 91), (32, 32), 0.875), ((120, 33), (24, 40), 1.0)])
+def test_image_and_mask_get_the_same_crop(size, view, crop):
     """Of a mask whose classes are the numbers of its rows, or columns, and an image that equals it."""
-    mask = np.indices(size)[along].astype(np.uint8)
-    views = MaskedViews(undecoded([encoded(in_rgb(mask))], [encoded(mask)]), MaskedDataConfig(eval_crop=crop), view)
-    sample = views[FIXED_VIEW, 0]
-    assert sample.labels.shape == view
-    assert set(sample.labels.unique().tolist()) <= set(mask.flatten().tolist())
-    difference = sample.images[0].float() - sample.labels
-    inner = difference[1:-1, 1:-1]  # a crop that is one pixel off differs by 1
-    assert inner.abs().max() <= 1
-    assert inner.mean().abs() < 0.3
+    masks = np.indices(size).astype(np.uint8)
+    cells = {"image": [cell(encoded(in_rgb(mask))) for mask in masks], "mask": [cell(encoded(mask)) for mask in masks]}
+    images = ImageDataset(datasets.Dataset.from_dict(cells), "image", None, "train")
+    views = MaskedViews(images, MaskedDataConfig(eval_crop=crop), view)
+    for number, mask in enumerate(masks):
+        sample = views[FIXED_VIEW, number]
+        assert sample.labels.shape == view
+        assert set(sample.labels.unique().tolist()) <= set(mask.flatten().tolist())
+        inner = (sample.images[0].float() - sample.labels)[1:-1, 1:-1]  # a crop that is one pixel off differs by 1
+        assert inner.abs().max() <= 1
+        assert inner.mean().abs() < 0.3
 
 
-def test_scores_are_scikit_learns():
-    rng = np.random.default_rng(0)
+def test_scores_are_scikit_learns(rng):
     truth = rng.choice([0, 1, 2, 4, 5], (7, 9, 11))  # nothing is of class 3
     predicted = rng.choice([0, 1, 2, 4], (7, 9, 11))
     truth[0, :4] = IGNORED_CLASS
@@ -145,7 +135,7 @@ def test_a_patch_is_of_its_most_frequent_class_and_without_pixels_that_count_of_
     assert label_patches(features).tolist() == [[[0, 1], [IGNORED_CLASS, 2]]]
 
 
-def some_features(seed: int = 0) -> LabelledFeatures:
+def some_features(seed=0):
     """Features of 2 x 3 patches, each of one class, and their masks: 20 images to train on, 6 to test on."""
     rng = np.random.default_rng(seed)
     parts = []
@@ -158,24 +148,14 @@ def some_features(seed: int = 0) -> LabelledFeatures:
     return LabelledFeatures(*parts, [f"class {number}" for number in range(6)], kind="pixels")
 
 
-def of_unit_length(features: np.ndarray) -> np.ndarray:
-    rows = features.reshape(-1, features.shape[-1])
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
-
-
 def test_votes_are_those_of_scikit_learns_neighbours():
     features = some_features()
     config = SegmentationConfig(readings="knn", neighbours=5)
     known = features.train_labels[:, ::4, ::4].flatten()
     votes = fit_neighbours(features, config)(torch.from_numpy(features.test))
-
-    def vote_weights(distances):
-        cosines = 1 - distances**2 / 2
-        return np.exp((cosines - 1) / 0.07)
-
-    classifier = KNeighborsClassifier(5, weights=vote_weights)
-    classifier.fit(of_unit_length(features.train), known)
-    expected = classifier.predict_proba(of_unit_length(features.test)).reshape(6, 2, 3, 3)
+    classifier = KNeighborsClassifier(5, weights=lambda far: np.exp(-(far**2) / 2 / 0.07))
+    train, test = (normalize(part.reshape(-1, 5)) for part in (features.train, features.test))
+    expected = classifier.fit(train, known).predict_proba(test).reshape(6, 2, 3, 3)
     np.testing.assert_allclose(votes.movedim(1, -1)[..., :3].numpy(), expected, atol=1e-5)
 
 
@@ -194,27 +174,24 @@ def test_ignored_pixels_teach_nothing():
     logits = torch.randn(2, 3, 4, 4, requires_grad=True)
     masks = torch.randint(0, 3, (2, 4, 4))
     masks[0, :2] = IGNORED_CLASS
-    loss = masked_loss(logits, masks)
-    expected = torch.nn.functional.cross_entropy(logits, masks, ignore_index=IGNORED_CLASS)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(each, logits)[0] for each in (loss, expected)))
+    both = masked_loss(logits, masks), torch.nn.functional.cross_entropy(logits, masks, ignore_index=IGNORED_CLASS)
+    assert_close(*both)
+    assert_close(*(torch.autograd.grad(each, logits) for each in both))
     assert masked_loss(logits, torch.full_like(masks, IGNORED_CLASS)).item() == 0
 
 
 def test_a_linear_reading_learns_linear_classes_and_its_rate_is_chosen_on_train():
     config = SegmentationConfig(steps=60, lr=(1e-5, 1e-2), seeds=(0, 1), images_a_step=4)
     features = some_features()
-    evaluated = segmentation.evaluate_readings(features, config)
-    results = [result for result, _ in evaluated]
+    results = [result for result, _ in segmentation.evaluate_readings(features, config)]
     outcomes = [result.pop("outcomes") for result in results]
     assert [result["case"] for result in results] == ["linear", "linear", "knn"]
     assert [result["lr"] for result in results[:2]] == [1e-2, 1e-2]
     assert score_of(outcomes[0]) != score_of(outcomes[1])
-    accuracies = [measure(each)["pixel_accuracy"] for each in outcomes]
-    assert min(accuracies) > 0.75  # upsampled, edges of patches are blurred
+    assert min(measure(each)["pixel_accuracy"] for each in outcomes) > 0.75  # upsampled, edges of patches are blurred
     other_test = features._replace(test_labels=features.test_labels[::-1].copy())
-    other = segmentation.evaluate_readings(other_test, config)
-    assert other[0][0] | {"outcomes": None} == results[0] | {"outcomes": None}  # test has no part in it
+    (other, _), *_ = segmentation.evaluate_readings(other_test, config)
+    assert other | {"outcomes": None} == results[0] | {"outcomes": None}  # test has no part in it
 
 
 def test_the_rate_rises_over_4_percent_of_the_steps_and_falls_linearly(monkeypatch):
@@ -247,15 +224,12 @@ def test_a_class_without_a_training_pixel_is_never_predicted(reading):
 
 
 def test_depth_is_chosen_on_a_part_of_train():
-    good = some_features()
-    labels = some_features(1)
-    random_features = np.random.default_rng(2).normal(size=labels.train.shape)
-    bad = labels._replace(train=random_features.astype(np.float32))
+    good, bad = some_features(), some_features(1)
+    bad.train[:] = np.random.default_rng(2).normal(size=bad.train.shape)
     config = SegmentationConfig(readings="knn", depth="dev")
-    report, (evaluated,) = segmentation.evaluate_depths({1: good, 2: bad}, config)
+    report, ((chosen, _),) = segmentation.evaluate_depths({1: good, 2: bad}, config)
     assert report["protocol"]["chosen_depth"] == 1
     assert list(report["summary"]) == ["knn"]
-    chosen, _ = evaluated  # of the chosen depth
     assert report["results"][0]["accuracy"] == score_of(chosen["outcomes"])
 
 
@@ -270,67 +244,59 @@ def test_colours_and_positions_by_hand():
 IN_16_BITS = MASK.astype(np.uint16) * 1000
 
 
-def png_with_palette() -> bytes:
+def png_with_palette():
     image = Image.fromarray(MASK, "P")
     image.putpalette([9, 9, 9, 200, 0, 0, 0, 200, 0])
     return encoded(image)
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        pytest.param(png_with_palette(), MASK, id="palette"),
-        pytest.param(encoded(MASK > 0), MASK > 0, id="one bit"),
-        pytest.param(tiff(IN_16_BITS), IN_16_BITS, id="TIFF of 16 bits"),
-        pytest.param(tiff(MASK, extratags=[(274, "H", 1, 6, True)]), np.rot90(MASK, -1), id="turned TIFF"),
-        pytest.param(npy(MASK), MASK, id="npy"),
-    ],
-)
+LOSSLESS = {
+    "palette": (png_with_palette(), MASK),
+    "one bit": (encoded(MASK > 0), MASK > 0),
+    "TIFF of 16 bits": (tiff(IN_16_BITS), IN_16_BITS),
+    "turned TIFF": (tiff(MASK, extratags=[(274, "H", 1, 6, True)]), np.rot90(MASK, -1)),
+    "npy": (npy(MASK), MASK),
+}
+
+
+@pytest.mark.parametrize("data, expected", LOSSLESS.values(), ids=LOSSLESS)
 def test_masks_of_any_lossless_file(data, expected):
     decoded = decode_mask(cell(data), MaskedDataConfig())
     assert decoded.dtype == torch.int16
     assert decoded.tolist() == expected.astype(int).tolist()
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        pytest.param(encoded(in_rgb(MASK)), "mask: ", id="colours"),
-        pytest.param(tiff(np.kron(MASK, np.ones((4, 4), np.uint8)), compression="jpeg"), "mask: ", id="JPEG in a TIFF"),
-        pytest.param(npy(MASK / 2), "mask: ", id="npy of fractions"),
-        pytest.param(encoded(MASK.astype(np.uint16) * 30000), "mask has the number 60000", id="large numbers"),
-    ],
-)
+NO_MASKS = {
+    "colours": (encoded(in_rgb(MASK)), "mask: "),
+    "JPEG in a TIFF": (tiff(np.kron(MASK, np.ones((4, 4), np.uint8)), compression="jpeg"), "mask: "),
+    "npy of fractions": (npy(MASK / 2), "mask: "),
+    "large numbers": (encoded(MASK.astype(np.uint16) * 30000), "mask has the number 60000"),
+}
+
+
+@pytest.mark.parametrize("data, message", NO_MASKS.values(), ids=NO_MASKS)
 def test_other_files_are_no_masks(data, message):
     with pytest.raises(UnreadableImage, match=f"^its {message}"):
         decode_mask(cell(data), MaskedDataConfig())
 
 
 def test_a_mask_that_cannot_be_read_is_not_called_broken(tmp_path):
-    gone = {"bytes": None, "path": str(tmp_path / "gone.png")}
     with pytest.raises(ReadFailed):
-        decode_mask(gone, MaskedDataConfig(read_retries=0))
+        decode_mask({"bytes": None, "path": str(tmp_path / "gone.png")}, MaskedDataConfig(read_retries=0))
 
 
 @pytest.mark.parametrize("ignored", [-9999, 2, None])
 def test_pixels_that_do_not_count_have_any_number(ignored):
     mask = np.array([[0, 1, 2], [2, 1, 0]], np.int32)
     mask[0, 0] = 0 if ignored is None else ignored
-    expected = np.where(mask == ignored, IGNORED_CLASS, mask)
     decoded = decode_mask(mask, MaskedDataConfig(ignore_index=ignored))
-    assert decoded.tolist() == expected.tolist()
+    assert decoded.tolist() == np.where(mask == ignored, IGNORED_CLASS, mask).tolist()
 
 
-@pytest.mark.parametrize(
-    ("settings", "counts"),
-    [
-        pytest.param({}, (42, 34), id="all"),
-        pytest.param({"eval_split": None, "eval_fraction": 0.3}, (28, 14), id="a cut"),
-    ],
-)
+@pytest.mark.parametrize("settings, counts", [({}, (42, 34)), ({"eval_split": None, "eval_fraction": 0.3}, (28, 14))])
 def test_the_birds_outlines_are_of_their_images_and_follow_the_settings(settings, counts):
     data = MaskedDataConfig(**settings)
-    outlines = json.loads(OUTLINES_FILE.read_text())
+    outlines = read_json(OUTLINES_FILE)
     splits = load_splits(data)
     shares = []
     for images, count in zip(load_masked_images(data), counts, strict=True):
@@ -351,18 +317,15 @@ def test_birds_without_outlines_are_refused():
 
 
 def test_numbers_of_classes_that_are_far_apart_change_nothing(trained, tmp_path):
-    def far_apart(mask):
-        return 3 + 1000 * mask.astype(np.uint16)
-
-    out = tmp_path / "r.json"
-    words = [f"--encoder={trained}", "--data.mask_column=classes", "--baselines=false", f"--out={out}"]
-    results, names = [], []
-    for place, number in (("plain", lambda mask: mask), ("apart", far_apart)):
-        report = segmentation.main([*words, f"--data.path={masked_parquet(tmp_path / place, number=number)}", *FAST])
-        results.append(report["results"])
-        names.append(report["labels"]["class_names"])
-    assert results[0] == results[1]
-    assert names == [["class 0", "class 1", "class 2"], ["class 3", "class 1003", "class 2003"]]
+    folders = [
+        masked_parquet(tmp_path / "plain"),
+        masked_parquet(tmp_path / "apart", number=lambda mask: 3 + 1000 * mask.astype(np.uint16)),
+    ]
+    words = [f"--encoder={trained}", "--data.mask_column=classes", "--baselines=false", f"--out={tmp_path}/r.json"]
+    plain, apart = (segmentation.main([*words, f"--data.path={folder}", *FAST]) for folder in folders)
+    assert plain["results"] == apart["results"]
+    assert plain["labels"]["class_names"] == ["class 0", "class 1", "class 2"]
+    assert apart["labels"]["class_names"] == ["class 3", "class 1003", "class 2003"]
 
 
 def test_images_whose_mask_cannot_be_decoded_are_left_out(trained, tmp_path, capsys):
@@ -379,11 +342,9 @@ def test_images_whose_mask_cannot_be_decoded_are_left_out(trained, tmp_path, cap
 
 def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, capsys):
     out = tmp_path / "report.json"
-    data = masked_parquet(tmp_path / "set")
-    words = [f"--data.path={data}", "--data.mask_column=classes", "--depth=all", f"--out={out}"]
-    words.append("--class_names=[soil, crop, weed]")
-    segmentation.main([f"--encoder={trained}", *words, *FAST])
-    report = json.loads(out.read_text())
+    data = [f"--data.path={masked_parquet(tmp_path / 'set')}", "--data.mask_column=classes"]
+    words = [f"--encoder={trained}", "--depth=all", "--class_names=[soil, crop, weed]", f"--out={out}"]
+    report = segmentation.main([*words, *data, *FAST])
     results = {(result["case"], result["depth"]): result["accuracy"] for result in report["results"]}
     assert [*results] == [("linear", 1), ("knn", 1), ("linear", 2), ("knn", 2)]
     baselines = report["baselines"]
@@ -396,29 +357,14 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     assert "weed," in out.with_name("report.classes.csv").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        pytest.param(
-            ["--data.mask_column=mask"],
-            r"data\.mask_column is mask; it must be a column of train, which has image, classes; .* mask_file_name",
-            id="no such column",
-        ),
-        pytest.param(["--depth=3"], "depth is 3; it must be from 1 to 2, last, all or dev", id="no such depth"),
-    ],
-)
-def test_settings_without_patches_or_masks_are_refused(words, message, finished_run, tmp_path):
-    data = [f"--data.path={masked_parquet(tmp_path / 'set', 4)}", "--data.mask_column=classes"]
-    with pytest.raises(ValueError, match=message):
-        segmentation.main([f"--encoder={finished_run}", *data, f"--out={tmp_path}/o.json", *FAST, *words])
-
-
-def test_a_mask_of_another_size_is_named(finished_run, tmp_path):
-    small_mask = encoded(blocks(0, (20, 20)))
-    rows = images_with_masks([encoded(picture(0))] * 4, [small_mask] * 4, "mask")
+def test_no_masks_and_those_of_another_size_are_named(finished_run, tmp_path):
+    rows = images_with_masks([encoded(picture(0))] * 4, [encoded(blocks(0, (20, 20)))] * 4, "mask")
     rows.to_parquet(tmp_path / "set.parquet")
+    words = [f"--encoder={finished_run}", f"--data.path={tmp_path}/set.parquet", *FAST]
     with pytest.raises(ValueError, match=r"train\[.\]: its mask has 20 x 20 pixels, and the image 48 x 40"):
-        segmentation.main([f"--encoder={finished_run}", f"--data.path={tmp_path}/set.parquet", *FAST])
+        segmentation.main(words)
+    with pytest.raises(ValueError, match=r"data\.mask_column is masc; it must be a column of train, which has image"):
+        segmentation.main([*words, "--data.mask_column=masc"])
 
 
 def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
@@ -441,7 +387,7 @@ def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
         """
     )
     compare.main([f"--config={tmp_path / 'compare.yaml'}"])
-    results = json.loads((tmp_path / "compared" / "results.json").read_text())
+    results = read_json(tmp_path / "compared" / "results.json")
     assert set(results["summary"]["all"]["mine"]) == {"mIoU linear", "mIoU knn"}
     on_dev = [row for row in results["results"] if row["kind"] == "dev" and row["encoder"] == "mine"]
     assert {row["depth"] for row in on_dev} == {1, 2}

@@ -10,9 +10,8 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-import yaml
-from comparisons import FAST, TINY_TRAINING, noted, write_cats_and_dogs
-from conftest import encoded, picture, read_metrics, wait_until
+from comparisons import FAST, TINY_TRAINING, SmallComparison, noted, write_cats_and_dogs
+from conftest import read_json, read_metrics, wait_until, weights_of
 from server import Command
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_comparison_tables import ROW
@@ -22,17 +21,14 @@ from evaluation.compare import settings_to_train, step_flops
 from evaluation.comparison.cases import case_digest
 from evaluation.comparison.rows import frame_of
 from evaluation.comparison.tables import DIFFERENCES, write_comparison
-from evaluation.config import EncoderConfig, ProbeDataConfig, SweepConfig
-from evaluation.frozen.encoder import open_frozen_encoder
-from evaluation.frozen.features import LabelledFeatures, save_features
+from evaluation.config import SweepConfig
+from evaluation.features import main as extract
+from evaluation.frozen.features import LabelledFeatures, load_features, save_features
 from evaluation.metrics.scoring import KINDS
 from evaluation.sweep import advice, plan_sweep, questions_of_sweep, ranking
-from mpp.config import SourceConfig
 from mpp.config.parsing import parse
-from mpp.data.sources import load_image_datasets
-from mpp.data.views import ViewDataset, collate
 from mpp.errors import UserError
-from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
+from mpp.runtime.randomness import Stream, permutation
 
 KNN = {"command": "knn", "options": FAST | {"neighbours": 3, "depth": "dev"}}
 LR = "optim.lr"
@@ -40,7 +36,7 @@ BATCH = "optim.global_batch_size"
 SPLIT = "data.eval_split"
 
 
-class SmallSweep:
+class SmallSweep(SmallComparison):
     """A sweep of a tiny model on red dogs and other cats; a test changes `config` before it sweeps.
 
     Only the first image of the test split can be decoded: the others would be missed if they were looked at.
@@ -48,14 +44,13 @@ class SmallSweep:
 
     def __init__(self, folder):
         self.folder = folder
+        self.file = folder / "sweep.yaml"
         self.out = folder / "out"
         images = folder / "images"
-        write_cats_and_dogs(images / "train")
-        for kind in ("cat", "dog"):
-            for number in range(4):
-                file = images / "test" / kind / f"{number}.png"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(encoded(picture(number)) if (kind, number) == ("cat", 0) else b"broken")
+        for split in ("train", "test"):
+            write_cats_and_dogs(images / split)
+        for file in sorted((images / "test").rglob("*.png"))[1:]:
+            file.write_bytes(b"broken")
         self.config = {
             "dir": str(self.out),
             "settings": TINY_TRAINING | {"data.path": str(images)},
@@ -63,23 +58,15 @@ class SmallSweep:
             "evaluate": KNN,
         }
 
-    def write(self):
-        file = self.folder / "sweep.yaml"
-        file.write_text(yaml.safe_dump(self.config, sort_keys=False))
-        return str(file)
-
-    def parse(self):
-        return parse(SweepConfig, ["--config", self.write()])
-
     def plan(self):
-        return plan_sweep(self.parse())
+        return plan_sweep(parse(SweepConfig, ["--config", str(self.write())]))
 
     def sweep(self, *words):
-        sweep.main(["--config", self.write(), *words])
+        sweep.main(["--config", str(self.write()), *words])
         return self.table()
 
-    def table(self):
-        return (self.out / "table.md").read_text()
+    def start(self, prepare=None):
+        return Command("sweep", "--config", str(self.write()), prepare=prepare or hurry)
 
 
 @pytest.fixture
@@ -113,7 +100,7 @@ def test_the_grid_and_the_points_are_trials_each_once(small, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         ({"vary": {"optim.lrr": [1]}}, "unknown setting optim.lrr .did you mean optim.lr"),
         ({"vary": {LR: [0.01, -1]}}, "optim.lr is -1; it must be a number"),
@@ -167,9 +154,9 @@ def test_no_output_has_a_figure_of_test_images_and_a_diverging_trial_is_last(sma
     for folder in {file.parent for file in small.out.rglob("events.out.*")}:
         tags = EventAccumulator(str(folder)).Reload().Tags()
         assert not any(tag.startswith(("heldout", "knn", "accuracy")) for tag in tags["scalars"] + tags["images"])
-    reports = [json.loads(file.read_text()) for file in (small.out / "reports").glob("*dev-*.json")]
+    reports = [read_json(file) for file in (small.out / "reports").glob("*dev-*.json")]
     assert len(reports) == 6 and not any(report["protocol"]["test"] for report in reports)
-    results = json.loads((small.out / "results.json").read_text())
+    results = small.results()
     assert {row["kind"] for row in results["results"]} == {"validation", "diverged"}
 
 
@@ -178,7 +165,7 @@ def test_a_dev_split_that_is_cut_may_be_evaluated_while_training_and_by_masked_p
     small.config["settings"] |= {"data.eval_split": None, "data.eval_fraction": 0.25}
     small.config["evaluate"] = {"command": "masked"}
     small.sweep()
-    results = json.loads((small.out / "results.json").read_text())
+    results = small.results()
     for trial in results["trials"]:
         recorded = read_metrics(small.folder / trial["encoder"].format(seed=0), "heldout/accuracy")[2]
         assert results["summary"]["sweep"][trial["name"]]["masked model"]["mean"] == recorded
@@ -188,16 +175,16 @@ def test_a_dev_split_that_is_cut_may_be_evaluated_while_training_and_by_masked_p
 # --- sharing, killing, growing ---
 
 
-def without_last_column(text: str) -> str:
+def without_last_column(text):
     """A text without the last column of its tables: the time that trainings took, which differs each time."""
     return re.sub(r"\|[^|\n]*\|$", "|", text, flags=re.MULTILINE)
 
 
-def hurry() -> None:
+def hurry():
     compare.RETRY_S = 0.2
 
 
-def hurry_and_die() -> None:
+def hurry_and_die():
     """The process dies with its first checkpoint on disk, in the middle of a trial."""
     hurry()
     from mpp.training import loop
@@ -215,7 +202,7 @@ def hurry_and_die() -> None:
 def test_processes_share_a_sweep_and_one_is_killed(small):
     small.config |= {"vary": {LR: [0.01, 0.02]}, "seeds": [0, 1]}
     small.config["settings"] |= {"run.steps": 30, "run.checkpoint_every": 10}
-    both = [Command("sweep", "--config", small.write(), prepare=hurry) for _ in range(2)]
+    both = [small.start() for _ in range(2)]
     assert [command.wait() for command in both] == [[0], [0]], both[0].said + both[1].said
     folders = list((small.out / "trials").iterdir())
     begun = [sum(f"wrote {folder}: encoder/" in command.said for command in both) for folder in folders]
@@ -224,19 +211,19 @@ def test_processes_share_a_sweep_and_one_is_killed(small):
     assert all(whole.strip() in command.said for command in both)
 
     small.out.rename(small.folder / "undisturbed")
-    dying = Command("sweep", "--config", small.write(), prepare=hurry_and_die)
+    dying = small.start(hurry_and_die)
     wait_until(lambda: list(small.out.glob("trials/*")) or dying.ended)
-    other = Command("sweep", "--config", small.write(), prepare=hurry)
+    other = small.start()
     assert dying.wait() == [-signal.SIGKILL], dying.said
     assert other.wait() == [0], other.said
     killed = small.table()
     assert without_last_column(killed) == without_last_column(whole)
-    again = Command("sweep", "--config", small.write(), prepare=hurry)
+    again = small.start()
     assert again.wait() == [0] and "training:" not in again.said
     assert small.table() == killed
 
 
-def trials_in(text: str) -> int:
+def trials_in(text):
     """The rows of the table of trials, which that of their differences follows."""
     return text.split(DIFFERENCES)[0].count("\n| optim.lr=")
 
@@ -253,7 +240,6 @@ def test_a_sweep_that_grows_keeps_what_it_has(small, trained):
     published = str(small.out / "results.json")
     small.config["dir"] = str(small.folder / "elsewhere")
     small.out.rename(small.folder / "moved")
-    small.out = small.folder / "elsewhere"
     assert trials_in(small.sweep("--extends", published.replace("/out/", "/moved/"))) == 2
     assert len(trained) == 2
 
@@ -292,7 +278,7 @@ def scored(accuracy, encoder, **more):
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "said", "unsaid"),
+    "accuracies, said, unsaid",
     [
         ({0.01: 0.5, 0.02: 0.6}, "edge of optim.lr (0.02): add values beyond it.", "diverged"),
         ({0.01: 0.5, 0.02: 0.6, 0.04: 0.4}, "The score of the best of 3 trials", "edge"),
@@ -330,52 +316,35 @@ def test_a_trial_without_a_score_is_last_and_no_evaluation_but_the_first_chooses
 @pytest.mark.parametrize("command", ["knn", "fewshot", "linear"])
 def test_a_probe_with_test_false_is_of_a_tenth_of_the_training_images(small, command):
     """It equals a probe of the features of these images; held-out ones need neither labels nor readable files."""
-    images = small.folder / "images"
+    images, saved = small.folder / "images", small.folder / "dev.npz"
+    words = ["--encoder=floor:pixels", f"--data.path={images}", *(f"--{name}={value}" for name, value in FAST.items())]
+    write_cats_and_dogs(images / "test")
+    extract([*words, f"--out={saved}"])
+    save_features(saved, of_the_cut(load_features(saved)))
     shutil.rmtree(images / "test")
     (images / "test").mkdir()
-    for number in range(4):
-        (images / "test" / f"{number}.png").write_bytes(b"broken")
+    (images / "test" / "0.png").write_bytes(b"broken")
     options = {"knn": ["--neighbours=3"], "fewshot": ["--shots=2"], "linear": ["--l2=0.01"]}[command]
-    saved = small.folder / "dev.npz"
-    save_features(saved, features_of_the_cut(images))
-    words = [f"--{name}={value}" for name, value in FAST.items()]
     accuracies = []
-    for source in (
-        ["--encoder=floor:pixels", f"--data.path={images}", "--test=false", *words],
-        [f"--features={saved}"],
-    ):
+    for source in ([*words, "--test=false"], [f"--features={saved}"]):
         report = small.folder / "report.json"
         import_module(f"evaluation.{command}").main([*source, f"--out={report}", "--threads=1", *options])
-        accuracies.append([result["accuracy"] for result in json.loads(report.read_text())["results"]])
+        accuracies.append([result["accuracy"] for result in read_json(report)["results"]])
     assert accuracies[0] == accuracies[1]
 
 
-def features_of_the_cut(images):
-    """Mean colours of an 8x8 grid over the training images, nine tenths and a tenth of them."""
-    train, _ = load_image_datasets(SourceConfig(path=str(images)))
+def of_the_cut(features):
+    """Nine tenths of the training images, and a tenth of them in the place of the test images."""
+    train, labels, *_ = features
     order = permutation(Stream.CUT, 0, 0, len(train))
     held, rest = np.sort(order[:2]), np.sort(order[2:])
-    encoder = open_frozen_encoder(EncoderConfig("floor:pixels"), ProbeDataConfig())
-    views = ViewDataset(train, ProbeDataConfig(eval_crop=encoder.crop_pct), encoder.img_size)
-    shown = collate([views[FIXED_VIEW, index] for index in range(len(train))]).images
-    (features,) = encoder(shown, representation="mean", depths=[1])
-    of_all = features.numpy()
-    return LabelledFeatures(of_all[rest], train.labels[rest], of_all[held], train.labels[held])
-
-
-@pytest.mark.faults
-def test_an_encoder_that_learned_the_labels_is_not_probed_on_a_part_of_these(tmp_path):
-    words = [f"--{name}={str(value).lower()}" for name, value in TINY_TRAINING.items()]
-    import_module("evaluation.supervised").main([*words, f"--run.dir={tmp_path / 'supervised'}"])
-    with pytest.raises(UserError, match=r"training images; for test false, train it with --data\.eval_split null"):
-        import_module("evaluation.knn").main([f"--encoder={tmp_path / 'supervised'}", "--test=false"])
+    return LabelledFeatures(train[rest], labels[rest], train[held], labels[held])
 
 
 def test_a_run_that_is_never_evaluated_has_the_same_weights_and_no_figures(pretrain, tmp_path):
     evaluated = pretrain("--run.eval_every=1", dir=tmp_path / "evaluated")
     blind = pretrain("--run.eval_every=0", dir=tmp_path / "blind")
-    weights = [(folder / "encoder" / "model.safetensors").read_bytes() for folder in (evaluated, blind)]
-    assert weights[0] == weights[1]
+    assert weights_of(evaluated) == weights_of(blind)
     assert read_metrics(evaluated, "heldout/loss") and not read_metrics(blind, "heldout/loss")
     cards = [(folder / "encoder" / "README.md").read_text() for folder in (evaluated, blind)]
     assert "Held-out figures after 4 steps" in cards[0] and "Held-out" not in cards[1]

@@ -2,18 +2,22 @@
 
 import math
 import shutil
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
-from conftest import encoded, picture
+from classified_images import FAST
+from conftest import put_picture
 from einops import rearrange
+from model_inputs import random_images, small_vit
+from numpy.testing import assert_allclose
 from PIL import Image
 from safetensors.torch import load_file
+from scipy.spatial.distance import cdist
+from torch.testing import assert_close
 
+from evaluation.config import EVERY
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.patches.features import patch_features
 from evaluation.pictures import (
@@ -35,68 +39,40 @@ from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
 
-FAST = ("--precision=fp32", "--threads=1", "--data.workers=0")
 SHOWN = "--images=3"  # with pictures that show images
 FEW = (SHOWN, "--attention_images=5")  # with all pictures
-ALL = {
-    "predictions",
-    "filters",
-    "positions",
-    "attention_distance",
-    "attention_rollout",
-    "pca",
-    "similarity",
-    "neighbours",
-}
+ALL = {*EVERY}
 
 
-def vit(size: tuple[int, int] = (32, 32)) -> FrozenEncoder:
-    """A small ViT, of 4 x 4 patches of 8 pixels."""
-    torch.manual_seed(0)
-    small = dict(img_size=size, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=0)
-    return FrozenEncoder(timm.create_model("vit_base_patch16_224", **small), img_size=size)
+def vit(size=(32, 32)):
+    return FrozenEncoder(small_vit(img_size=size), img_size=size)
 
 
-def vit_with_uniform_attention() -> FrozenEncoder:
-    encoder = vit()
-    for block in encoder.model.blocks:
-        torch.nn.init.zeros_(block.attn.qkv.weight[:16])  # queries
-    return encoder
-
-
-def seeded() -> torch.Generator:
+def seeded():
     return torch.Generator().manual_seed(0)
 
 
-def noise(count: int) -> torch.Tensor:
-    return torch.randint(0, 256, (count, 3, 32, 32), generator=seeded(), dtype=torch.uint8)
-
-
-def draw(encoder: Path | str, out: Path, *settings: str) -> Path:
+def draw(encoder, out, *settings):
     """Draw pictures of an encoder into the folder `out`, and return it."""
     main([f"--encoder={encoder}", f"--out={out}", *FAST, *settings])
     return out
 
 
-def drawn_in(folder: Path) -> set[str]:
+def drawn_in(folder):
     """Names of the pictures in a folder."""
     return {path.stem for path in folder.glob("*.png")}
 
 
-def mean_distance_on_a_grid(rows: int, columns: int, patch: float) -> float:
+def mean_distance_on_a_grid(rows, columns, patch):
     """Mean length of the offsets between all ordered pairs of patches."""
-    total = 0.0
-    for y, x in product(range(1 - rows, rows), range(1 - columns, columns)):
-        pairs = (rows - abs(y)) * (columns - abs(x))
-        total += pairs * math.hypot(y, x)
-    return patch * total / (rows * columns) ** 2
+    places = np.argwhere(np.ones((rows, columns)))
+    return patch * cdist(places, places).mean()
 
 
 def test_distance_of_uniform_and_of_identity_attention():
     distances = patch_distances(vit((24, 40)))
     uniform = torch.full((2, 3, 15, 15), 0.7 / 15)  # 0.3 goes to [class]
-    expected = torch.full((2, 3), mean_distance_on_a_grid(3, 5, 8))
-    torch.testing.assert_close(mean_distance(uniform, distances), expected, rtol=1e-5, atol=0)
+    assert_allclose(mean_distance(uniform, distances), mean_distance_on_a_grid(3, 5, 8), rtol=1e-5)
     assert mean_distance(torch.eye(15).expand(2, 3, -1, -1), distances).abs().max() == 0
     to_neighbour = torch.zeros(1, 1, 15, 15)  # the other patches attend to [class] only
     to_neighbour[0, 0, 0, 1] = 1
@@ -104,9 +80,12 @@ def test_distance_of_uniform_and_of_identity_attention():
 
 
 def test_a_model_that_attends_to_all_alike_has_the_closed_forms_distance():
-    by_depth_and_head = attention_distance(vit_with_uniform_attention(), [noise(3), noise(2)])
+    encoder = vit()
+    for block in encoder.model.blocks:
+        torch.nn.init.zeros_(block.attn.qkv.weight[:16])  # queries
+    by_depth_and_head = attention_distance(encoder, [random_images(3), random_images(2)])
     assert by_depth_and_head.shape == (3, 2)
-    np.testing.assert_allclose(by_depth_and_head, mean_distance_on_a_grid(4, 4, 8), rtol=1e-5)
+    assert_allclose(by_depth_and_head, mean_distance_on_a_grid(4, 4, 8), rtol=1e-5)
 
 
 def test_overlapping_patches_are_a_stride_apart():
@@ -115,8 +94,7 @@ def test_overlapping_patches_are_a_stride_apart():
 
 
 def test_attention_is_that_of_the_forward_pass_which_stays_as_it_was():
-    encoder = vit()
-    images = noise(2)
+    encoder, images = vit(), random_images(2)
     before = [block.attn.fused_attn for block in encoder.model.blocks]
     weights_by_depth = read_attention(encoder, images, lambda weights: weights)
     assert [block.attn.fused_attn for block in encoder.model.blocks] == before and any(before)
@@ -127,12 +105,12 @@ def test_attention_is_that_of_the_forward_pass_which_stays_as_it_was():
     [(tokens, output)] = calls
     values = rearrange(attn.qkv(tokens)[..., 32:], "b t (heads d) -> b heads t d", heads=2)
     mixed = rearrange(weights_by_depth[1] @ values, "b heads t d -> b t (heads d)")
-    torch.testing.assert_close(attn.proj(mixed), output, rtol=1e-4, atol=1e-5)
+    assert_close(attn.proj(mixed), output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_rollout_multiplies_the_layers_in_order(residual):
-    encoder, images = vit(), noise(2)
+    encoder, images = vit(), random_images(2)
     for block in encoder.model.blocks:
         torch.nn.init.normal_(block.attn.qkv.weight, generator=seeded())  # far from uniform
     layers = torch.stack(read_attention(encoder, images, lambda weights: weights.mean(1)))
@@ -141,22 +119,20 @@ def test_rollout_multiplies_the_layers_in_order(residual):
     for start, row in (("class", rollout[:, 0]), ("patches", rollout[:, 1:].mean(1))):
         expected = row[:, 1:] / row[:, 1:].mean(1, keepdim=True)
         found = attention_rollout(encoder, images, residual, start)
-        torch.testing.assert_close(found.flatten(1), expected, rtol=1e-4, atol=1e-5)
+        assert_close(found.flatten(1), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_similarity_of_sinusoidal_positions():
     encoder = vit()
     angles = 0.9 * (torch.arange(16) % 4)  # one wave over the columns, none over rows
     positions = torch.zeros(1, 17, 16)
-    positions[0, 1:, 0] = 3 * torch.sin(angles)
-    positions[0, 1:, 1] = 3 * torch.cos(angles)
+    positions[0, 1:, :2] = 3 * torch.stack([angles.sin(), angles.cos()], 1)
     encoder.model.pos_embed.data = positions
     expected = torch.cos(angles[:, None] - angles).view(4, 4, 4, 4)
-    torch.testing.assert_close(position_similarity(encoder.model), expected, rtol=1e-5, atol=1e-5)
+    assert_close(position_similarity(encoder.model), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_filter_components_find_the_directions_that_made_the_filters():
-    rng = np.random.default_rng(0)
+def test_filter_components_find_the_directions_that_made_the_filters(rng):
     directions = np.linalg.qr(rng.normal(size=(192, 2)))[0].T  # (2, 192), orthonormal
     filters = torch.tensor(rng.normal(size=(16, 2)) * (5, 1) @ directions + 0.3).float()
     encoder = vit()
@@ -164,7 +140,7 @@ def test_filter_components_find_the_directions_that_made_the_filters():
     components, shares = filter_components(encoder.model, 28)
     assert components.shape == (16, 3, 8, 8) and shares[:2].sum() == pytest.approx(1, abs=1e-5)
     rows = components.reshape(16, -1)
-    np.testing.assert_allclose(np.linalg.norm(rows[:2] @ directions.T, axis=1), 1, rtol=1e-4)  # of the same span
+    assert_allclose(np.linalg.norm(rows[:2] @ directions.T, axis=1), 1, rtol=1e-4)  # of the same span
     np.testing.assert_array_equal(rows.max(1), np.abs(rows).max(1))
 
 
@@ -179,33 +155,33 @@ def test_features_along_one_direction_have_one_color():
 
 
 def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_to_depth():
-    features = torch.randn(3, 4, 5, 8, generator=seeded()) * torch.tensor([9, 6, 3, 1, 1, 1, 1, 1])
-    turned = features * torch.tensor([-1, 1, -1, 1, 1, 1, 1, 1])
+    features = torch.randn(3, 4, 5, 5, generator=seeded()) * torch.tensor([9, 6, 3, 1, 1])
+    turned = features * torch.tensor([-1, 1, -1, 1, 1])
     (below, above), shares = components_by_depth([features, turned])
     assert ((below * above).sum((0, 1, 2)) > 0).all()
     flat = features.double().flatten(0, 2).numpy()
     left, values, _ = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
     expected = (left * values)[:, :3].reshape(above.shape)
-    np.testing.assert_allclose(np.abs(above), np.abs(expected), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(shares[1], values[:3] ** 2 / (values**2).sum(), rtol=1e-5)
+    assert_allclose(np.abs(above), np.abs(expected), rtol=1e-4, atol=1e-4)
+    assert_allclose(shares[1], values[:3] ** 2 / (values**2).sum(), rtol=1e-5)
 
 
 def test_similarity_is_the_cosine_with_each_patch():
     features = torch.randn(2, 3, 4, 5)
-    similarity = patch_similarity(features, [7, 0])
-    for number, query in enumerate((features[:, 1, 3], features[:, 0, 0])):
-        expected = torch.cosine_similarity(query[:, None, None].expand_as(features), features, dim=-1)
-        torch.testing.assert_close(similarity[:, number], expected)
+    queries = features.flatten(1, 2)[:, [7, 0]]
+    expected = torch.cosine_similarity(queries[:, :, None, None], features[:, None], dim=-1)
+    assert_close(patch_similarity(features, [7, 0]), expected)
 
 
 def test_patch_features_are_the_models_own_in_their_places():
     encoder = vit()
-    first, last = patch_features(encoder, noise(2), [1, 3])
-    pixels = encoder.normalize(noise(2))
+    images = random_images(2)
+    first, last = patch_features(encoder, images, [1, 3])
+    pixels = encoder.normalize(images)
     tokens = encoder.model.forward_features(pixels)
-    torch.testing.assert_close(last[:, 2, 3], tokens[:, 1 + 2 * 4 + 3])  # row 2, column 3 of 4 x 4; [class] is left out
+    assert_close(last[:, 2, 3], tokens[:, 1 + 2 * 4 + 3])  # row 2, column 3 of 4 x 4; [class] is left out
     (inner,) = encoder.model.forward_intermediates(pixels, indices=[0], norm=False, intermediates_only=True)
-    torch.testing.assert_close(first.permute(0, 3, 1, 2), inner)
+    assert_close(first.permute(0, 3, 1, 2), inner)
 
 
 def test_entropy_lands_on_its_patch():
@@ -213,7 +189,7 @@ def test_entropy_lands_on_its_patch():
     (whole,) = place_on_grid(values, torch.tensor([[3, 0]]), grid=(2, 2))
     gap = [math.nan] * 2
     expected = torch.tensor([[4, 5, *gap], [6, 7, *gap], [*gap, 0, 1], [*gap, 2, 3]])
-    torch.testing.assert_close(whole, expected, equal_nan=True)
+    assert_close(whole, expected, equal_nan=True)
 
 
 @pytest.mark.faults
@@ -221,8 +197,8 @@ def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
     out = draw(finished_run, tmp_path / "pictures", *FEW)
     assert "no " not in capsys.readouterr().out.replace("note", "")
     assert drawn_in(out) == ALL
-    for name in ALL:
-        image = Image.open(out / f"{name}.png")
+    for file in out.glob("*.png"):
+        image = Image.open(file)
         assert image.width <= 900
         assert np.asarray(image.convert("L")).std() > 5
     assert np.load(out / "attention_distance.npz")["images"] == 5
@@ -236,7 +212,7 @@ def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("setting", "cells"),
+    "setting, cells",
     [("--objective.name=grid_color", 16), ("--config=rivals/mae", 0), ("--config=rivals/maskfeat", 0)],
 )
 def test_predictions_of_every_network_and_target(pretrain, tmp_path, setting, cells):
@@ -248,8 +224,7 @@ def test_predictions_of_every_network_and_target(pretrain, tmp_path, setting, ce
         entropy = saved["entropy"]
         assert entropy.shape == (*positions.shape, cells) and 0 <= entropy.min() <= entropy.max() <= 9
 
-    corrupted = np.zeros((3, 16), bool)
-    np.put_along_axis(corrupted, positions, True, axis=1)
+    corrupted = (positions[..., None] == np.arange(16)).any(1)
     corrupted = corrupted.reshape(3, 4, 4).repeat(8, 1).repeat(8, 2)
     for name in ("seen", "predicted", "true"):
         assert (saved[name][~corrupted] == original[~corrupted]).all()
@@ -302,7 +277,9 @@ def test_a_file_in_the_place_of_the_folder_is_named():
 @pytest.mark.faults
 def test_broken_images_are_no_neighbours(finished_run, tmp_path):
     for number in range(24):
-        (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)) if number % 2 else b"broken")
+        put_picture(tmp_path / f"{number}.png", number)
+        if number % 2 == 0:
+            (tmp_path / f"{number}.png").write_bytes(b"broken")
     words = (f"--data.path={tmp_path}", "--pictures=neighbours", SHOWN, "--data.eval_fraction=0.5")
     saved = np.load(draw(finished_run, tmp_path / "out", *words) / "neighbours.npz")
     names = {int(Path(name).stem) for name in saved["names"].flatten()}
