@@ -35,6 +35,10 @@ TINY = (
 )
 
 
+ONLY_MASKED = ("--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0")
+ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
+
+
 def tiny_without(*starts: str) -> list[str]:
     """TINY without the settings that begin so."""
     return [word for word in TINY if not word.startswith(starts)]

@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from model_inputs import HALVES, draw_batch, random_images
+from model_inputs import HALVES, MASKED, draw_batch, random_images
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig
@@ -13,7 +13,6 @@ from mpp.models.networks import MaskedAutoencoder, build_network, decoder_number
 from mpp.models.plain import has_fused_attention, set_attention
 from mpp.training.flops import executed_flops
 
-HIDDEN = CorruptionConfig(rate=0.75, mask=1.0, random=0.0, keep=0.0)
 SMALL = NetworkConfig(name="autoencoder", decoder_width=16, decoder_depth=2, decoder_heads=2)
 
 
@@ -28,7 +27,7 @@ def autoencoder(decoder=SMALL, **changes) -> MaskedAutoencoder:
 def images_and_corruption():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return random_images(), draw_batch(HIDDEN)
+        return random_images(), draw_batch(CorruptionConfig(rate=0.75, **MASKED))
 
 
 def test_compute_falls_with_the_patches_that_are_seen():

@@ -5,7 +5,7 @@ import timm
 import torch
 from conftest import TINY, read_metrics
 from einops import rearrange
-from model_inputs import HALVES, draw_batch, random_images, randomize
+from model_inputs import HALVES, MASKED, draw_batch, random_images, randomize
 from server import Command, finish
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
@@ -44,8 +44,7 @@ def ours(network: NetworkConfig, objective: ObjectiveConfig, position: str):
     objective = build_objective(objective, 8)
     model = build_network(network, encoder, objective.outputs, *HALVES)
     randomize(model, std=0.2)
-    config = CorruptionConfig(rate=0.75, mask=1.0, random=0.0, keep=0.0)
-    return model, objective, random_images(), draw_batch(config)
+    return model, objective, random_images(), draw_batch(CorruptionConfig(rate=0.75, **MASKED))
 
 
 def assert_same_loss(ours, their_loss, theirs) -> None:
