@@ -39,10 +39,10 @@ def by_definition(views: torch.Tensor, temperature: float) -> tuple[torch.Tensor
     losses, right = [], []
     for i, anchor in enumerate(flat):
         positive = i + 1 if i % 2 == 0 else i - 1
-        similarities = {k: anchor @ other for k, other in enumerate(flat) if k != i}
-        total = sum(torch.exp(similarity / temperature) for similarity in similarities.values())
-        losses.append(-torch.log(torch.exp(similarities[positive] / temperature) / total))
-        right.append(max(similarities, key=similarities.get) == positive)
+        others = [k for k in range(len(flat)) if k != i]
+        shares = (flat[others] @ anchor / temperature).softmax(0)
+        losses.append(-shares[others.index(positive)].log())
+        right.append(others[shares.argmax()] == positive)
     return torch.stack(losses), torch.tensor(right)
 
 

@@ -118,17 +118,15 @@ def test_an_average_is_updated_once_a_step_after_timms_own_muon_was_built():
         torch.testing.assert_close(optimizer.state[model.head.weight]["average"], average)
 
 
-POOLINGS = {
-    "token": ("vit_tiny_patch16_224", dict(depth=3)),
-    "avg": ("vit_tiny_patch16_224", dict(depth=3, global_pool="avg")),
-    "axial, relative": ("mpp_vit", dict(depth=3, embed_dim=48, num_heads=3, mixing="axial", position="relative")),
-    "norm in the head": ("test_convnext", {}),
-}
-
-
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_layers_rates_are_timms(pooling):
-    name, options = POOLINGS[pooling]
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mpp_vit", dict(depth=3, embed_dim=48, num_heads=3, mixing="axial", position="relative")),
+        ("test_convnext", {}),  # with a norm in its head
+    ],
+)
+def test_layers_rates_are_timms(name, options):
+    """Those of plain transformers: test_plain.py."""
     timms = timm.create_model(name, num_classes=7, **options)
     groups = timm.optim.param_groups_layer_decay(timms, weight_decay=0.1, layer_decay=0.7)
     encoder = timm.create_model(name, num_classes=0, **options)
