@@ -203,7 +203,6 @@ def test_images_without_labels_have_a_rank_and_no_neighbours(tmp_path):
     [
         ("--data.streaming=true", r"data\.streaming is true; it must be false or left out"),
         ("--data.batch_size=1", r"in a forward pass is 1; it must be from 2 to \d+, all training images"),
-        ("--optim.global_batch_size=1", "in a forward pass is 1; .*: an image is compared with others"),
     ],
 )
 def test_bad_settings_are_named(tmp_path, wrong, message):

@@ -138,7 +138,6 @@ def test_patterns_of_ijepa(grid):
         (dict(pattern="blocks", block=8), r"corruption\.block is 8; it must be a divisor of the grid .* and smaller"),
         (dict(pattern="blocks", block=4, rate=0.1), r"corruption\.rate is 0\.1; .*1 to 3 of 4 blocks"),
         (dict(pattern="random", rate=0.999), r"corruption\.rate is 0\.999; .* 1 to 63 of 64 patches"),
-        (dict(pattern="blockwise", rate=0.001), r"corruption\.rate is 0\.001; .* of 64 patches"),
     ],
 )
 def test_a_pattern_that_cannot_be_is_named(settings, words):
