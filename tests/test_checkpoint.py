@@ -15,8 +15,6 @@ from mpp.errors import UserError
 from mpp.runtime.files import Held, hold
 from mpp.training.checkpoint import (
     damaged_files,
-    delete_other_checkpoints,
-    kept_steps,
     load_checkpoint,
     newest_whole,
     save_checkpoint,
@@ -33,10 +31,9 @@ def network(seed, steps=3):
     return model, optimizer
 
 
-def save(folder, step, always=()):
-    """Save a checkpoint of a model that was trained for some steps, and delete all earlier ones but one."""
+def save(folder, step):
+    """Save a checkpoint of a model that was trained for some steps."""
     save_checkpoint(folder, step, snapshot(*network(0)))
-    delete_other_checkpoints(folder, step, 2, always)
 
 
 def restored_step(folder):
@@ -74,13 +71,6 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path,
     monkeypatch.setattr("mpp.training.checkpoint.sha256_of", Mock(side_effect=PermissionError(errno.EACCES, "denied")))
     with pytest.raises(UserError, match=r"step_00000001 cannot be read now \(.*\); the same command continues"):
         restored_step(tmp_path)
-
-
-def test_only_the_newest_are_kept_and_those_to_branch_from(tmp_path):
-    for step in (1, 2, 10, 20):
-        save(tmp_path, step, always={2, 40})
-    assert kept_steps(tmp_path) == [2, 10, 20]
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
 
 
 def flipped(data: bytes) -> bytes:
