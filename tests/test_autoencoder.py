@@ -9,14 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
-from mpp.models.networks import MaskedAutoencoder, build_network, decoder_numbers
+from mpp.models.networks import build_network, decoder_numbers
 from mpp.models.plain import has_fused_attention, set_attention
 from mpp.training.flops import executed_flops
 
 SMALL = NetworkConfig(name="autoencoder", decoder_width=16, decoder_depth=2, decoder_heads=2)
 
 
-def autoencoder(decoder=SMALL, **changes) -> MaskedAutoencoder:
+def autoencoder(decoder=SMALL, **changes):
     torch.manual_seed(1)
     sizes = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=0)
     encoder = timm.create_model("vit_base_patch16_224", **sizes | changes)

@@ -73,7 +73,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path,
         restored_step(tmp_path)
 
 
-def flipped(data: bytes) -> bytes:
+def flipped(data):
     return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
 
 

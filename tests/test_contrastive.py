@@ -33,7 +33,7 @@ from mpp.runtime.randomness import Stream, permutation, random_words
 from mpp.training.flops import executed_flops
 
 
-def by_definition(views: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def by_definition(views, temperature):
     """NT-Xent of (B, 2, E), pair by pair: losses and whether the positive is the nearest, (2 B,)."""
     flat = views.flatten(0, 1)
     losses, right = [], []
@@ -46,7 +46,7 @@ def by_definition(views: torch.Tensor, temperature: float) -> tuple[torch.Tensor
     return torch.stack(losses), torch.tensor(right)
 
 
-def unit_vectors(images: int = 6, width: int = 5) -> torch.Tensor:
+def unit_vectors(images=6, width=5):
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(images, 2, width, dtype=torch.double, generator=generator)
     drawn[:, 1] += drawn[:, 0]  # so that some views are nearest to their other one, and some are not
@@ -87,12 +87,12 @@ def test_a_view_is_torchvisions_and_a_function_of_seed_epoch_index_and_view():
     assert len(different) == 6
 
 
-def run(folder, *arguments: str):
+def run(folder, *arguments):
     contrastive.main([*TINY, *arguments, f"--run.dir={folder}"])
     return folder
 
 
-def expected_flops_per_image() -> int:
+def expected_flops_per_image():
     """Operations of the tiny ViT and its head on both views of an image, forward and backward."""
     tokens, patches, width, outputs = 17, 16, 16, 128
     block = tokens * width * 3 * width + 2 * tokens**2 * width + tokens * width**2 + 8 * tokens * width**2

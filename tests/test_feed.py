@@ -1,7 +1,6 @@
 """Batches taken when their forward pass begins: order, steps that are dropped, and a simulated device's idle time."""
 
 import itertools
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ ACCUMULATION = "--data.batch_size=2"  # four passes of the tests' eight images
 def test_a_step_without_all_of_its_images_is_dropped_whole(tmp_path, monkeypatch, model):
     options = tiny_without("--probe", *(["--model"] if model else []))
 
-    def run(name: str) -> bytes:
+    def run(name):
         folder = tmp_path / name
         supervised.main([*options, *model, "--model.img_size=32", ACCUMULATION, f"--run.dir={folder}"])
         return weights_of(folder)
@@ -53,13 +52,13 @@ class SimulatedClock:
     compute = 1.1
     """Seconds a forward and backward pass."""
 
-    def __init__(self, ahead: int):
+    def __init__(self, ahead):
         self.ahead = ahead
         self.host = self.device = self.idle = 0.0
         self.loaded_at: list[float] = []
         self.taken_at: list[float] = []
 
-    def batches(self) -> Iterator[SimpleNamespace]:
+    def batches(self):
         """Batches, each when it is loaded."""
         while True:
             number = len(self.loaded_at)
@@ -71,13 +70,13 @@ class SimulatedClock:
             self.taken_at.append(self.host)
             yield SimpleNamespace(images=[0] * 8, unreadable=[], cursor=None)
 
-    def compute_pass(self) -> None:
+    def compute_pass(self):
         """Queue a pass on the device."""
         self.host = max(self.host, self.device - self.compute)
         self.idle += max(0.0, self.host - self.device)
         self.device = max(self.host, self.device) + self.compute
 
-    def wait_for_device(self) -> None:
+    def wait_for_device(self):
         """The host reads a number of the device."""
         self.host = max(self.host, self.device)
 

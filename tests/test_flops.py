@@ -33,7 +33,7 @@ def test_a_step_of_timms_vit_is_the_closed_form():
     assert counter.get_total_flops() == 3 * (embed + 2 * block + head) - embed
 
 
-def counted(**settings) -> tuple[int, int]:
+def counted(**settings):
     """Operations of a forward and backward pass of a small network: without computing them, and while they are."""
     model = build_encoder(ModelConfig(img_size=32, width=16, depth=2, heads=2, **settings))
     network = MaskedPatchPredictor(model, 512, (0.5,) * 3, (0.5,) * 3)

@@ -15,7 +15,6 @@ from torch import nn
 
 from evaluation import finetune, knn, visualize
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, OptimConfig
-from mpp.corruption import Corruption
 from mpp.errors import UserError
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
@@ -50,11 +49,11 @@ HIDDEN = CorruptionConfig(**MASKED)
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
-def settings_of(name: str, **changes) -> ModelConfig:
+def settings_of(name, **changes):
     return ModelConfig(name=name, **NUMBERS | FAMILIES[name] | changes)
 
 
-def encoder_of(name: str, channels: int = 3, **changes) -> nn.Module:
+def encoder_of(name, channels=3, **changes):
     """An encoder whose weights all matter, in eval mode."""
     torch.manual_seed(0)
     encoder = build_encoder(settings_of(name, **changes), channels)
@@ -62,7 +61,7 @@ def encoder_of(name: str, channels: int = 3, **changes) -> nn.Module:
     return encoder.eval()
 
 
-def network_of(name: str, network: str = "predictor", **options) -> nn.Module:
+def network_of(name, network="predictor", **options):
     """A network of a family, whose weights all matter."""
     torch.manual_seed(0)
     config = Config(model=settings_of(name), network=NetworkConfig(name=network), corruption=HIDDEN, **options)
@@ -71,14 +70,14 @@ def network_of(name: str, network: str = "predictor", **options) -> nn.Module:
     return model
 
 
-def inputs_of(encoder: nn.Module) -> tuple[torch.Tensor, Corruption]:
+def inputs_of(encoder):
     """Images (B, C, H, W) from 0 to 255, and which of their patches are hidden."""
     grid, _ = cell_grid(encoder)
     images = torch.randint(0, 256, (3, 3, *encoder.patch_embed.img_size)).float()
     return images, draw_batch(HIDDEN, grid)
 
 
-def tokens_by_parts(encoder: nn.Module, images: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+def tokens_by_parts(encoder, images, kept=None):
     """An encoder's tokens after its last norm before pooling, by the parts that networks use."""
     tokens, block_arguments = prepare_tokens(encoder, encoder.patch_embed(images), kept)
     return encoder.norm(run_blocks(encoder.blocks, tokens, False, block_arguments))

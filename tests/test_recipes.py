@@ -46,7 +46,7 @@ TABLE_4 = {  # steps, dev split, learning rates
 }
 
 
-def write_dataset(folder, layout: Layout) -> None:
+def write_dataset(folder, layout):
     """Write a dataset of the hub as it is downloaded: parquet files with declared classes; a test split of ImageNet
     has none, which is -1."""
     kinds = {layout.image: datasets.Image()}
@@ -65,7 +65,7 @@ def write_dataset(folder, layout: Layout) -> None:
         table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
 
 
-def tiny_encoder(folder, patch: int, side: int):
+def tiny_encoder(folder, patch, side):
     """The encoder folder of an untrained ViT with patches of a published one's size."""
     torch.manual_seed(0)
     sizes = dict(img_size=side, patch_size=patch, embed_dim=16, depth=1, num_heads=2, num_classes=0)
@@ -136,12 +136,12 @@ def test_real_labels_count_any_right_class_of_the_published_list(tmp_path, monke
     assert figures["images"] == 3 and figures["accuracy"] == pytest.approx(found.count(True) / 3)
 
 
-def write_picture(file, seed: int) -> None:
+def write_picture(file, seed):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(encoded(picture(seed), "JPEG"))
 
 
-def is_right(row, answers, names) -> bool | None:
+def is_right(row, answers, names):
     """What ReaL's own evaluation says of a predicted image; None: it is left out."""
     number = int(row["file"].split("_")[-1].removesuffix(".JPEG"))
     right = [names[each] for each in answers[number - 1]]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import equal_tensors, exported
 from model_inputs import MASKED, draw_batch, random_images, randomize
-from torch import nn
 from traffic import count_traffic
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig, RunConfig
@@ -39,7 +38,7 @@ ENCODERS = {
 }
 
 
-def build(network: str, residual: str) -> nn.Module:
+def build(network, residual):
     config = NETWORKS[network]
     return build_model(replace(config, model=replace(MODEL, residual=residual)))[0]
 

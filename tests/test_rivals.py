@@ -10,7 +10,7 @@ from server import Command, finish
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.parsing import parse
-from mpp.corruption import Corruption, draw
+from mpp.corruption import draw
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
 from mpp.objectives import build_objective
@@ -24,8 +24,6 @@ THEIRS = dict(
     intermediate_size=96,
     image_size=32,
     patch_size=8,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
     layer_norm_eps=1e-6,
 )
 BLOCK = {  # in timm: in transformers
@@ -37,7 +35,7 @@ BLOCK = {  # in timm: in transformers
 }
 
 
-def ours(network: NetworkConfig, objective: ObjectiveConfig, position: str):
+def ours(network, objective, position):
     """A network of ours with weights that all matter, its objective, images, and their corruption."""
     torch.manual_seed(0)
     encoder = build_encoder(ModelConfig(**MODEL, position=position))
@@ -47,7 +45,7 @@ def ours(network: NetworkConfig, objective: ObjectiveConfig, position: str):
     return model, objective, random_images(), draw_batch(CorruptionConfig(rate=0.75, **MASKED))
 
 
-def assert_same_loss(ours, their_loss, theirs) -> None:
+def assert_same_loss(ours, their_loss, theirs):
     """Ours and theirs have the same loss, and the same gradient reaches the first weights."""
     model, objective, images, corruption = ours
     loss = objective.loss(model(images, corruption), objective.targets(images, corruption.positions))
@@ -59,7 +57,7 @@ def assert_same_loss(ours, their_loss, theirs) -> None:
     torch.testing.assert_close(gradient, their_gradient, rtol=1e-5, atol=1e-5)
 
 
-def renamed_blocks(blocks, prefix: str) -> dict[str, torch.Tensor]:
+def renamed_blocks(blocks, prefix):
     """The weights of timm's blocks by the names that transformers has for them."""
     state = {}
     for number, block in enumerate(blocks):
@@ -71,7 +69,7 @@ def renamed_blocks(blocks, prefix: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def renamed(model, **names: str) -> dict[str, torch.Tensor]:
+def renamed(model, **names):
     """The weights of a network of ours, by the names that transformers has for them.
 
     Args:
@@ -87,7 +85,7 @@ def renamed(model, **names: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def hidden(corruption: Corruption) -> torch.Tensor:
+def hidden(corruption):
     """(B, 16): whether a patch is corrupted."""
     return torch.zeros(3, 16, dtype=torch.bool).scatter_(1, corruption.positions, True)
 

@@ -24,13 +24,13 @@ class SimulatedEvent:
 
     times: Iterator[float]
 
-    def __init__(self, enable_timing: bool):
+    def __init__(self, enable_timing):
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self):
         self.at = next(self.times)
 
-    def elapsed_time(self, later: "SimulatedEvent") -> float:
+    def elapsed_time(self, later):
         return later.at - self.at
 
 

@@ -1,14 +1,12 @@
 """The other encoders: positions against a loop over pairs, overlap that hides, axial attention, how they travel."""
 
 import math
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 from model_inputs import HALVES, draw_batch, random_images, randomize
-from timm.models.vision_transformer import VisionTransformer
 
 import mpp
 from mpp.config import CorruptionConfig, ModelConfig
@@ -43,7 +41,7 @@ HEADS = 2
 WIDTH = 8  # of the attention that loops are compared with
 
 
-def build(**settings) -> VisionTransformer:
+def build(**settings):
     """An encoder whose weights all matter."""
     torch.manual_seed(0)
     encoder = build_encoder(ModelConfig(**NUMBERS | settings)).eval()
@@ -51,24 +49,24 @@ def build(**settings) -> VisionTransformer:
     return encoder
 
 
-def predictor(encoder: VisionTransformer) -> MaskedPatchPredictor:
+def predictor(encoder):
     """A network that predicts five numbers for each patch."""
     return MaskedPatchPredictor(encoder, 5, *HALVES)
 
 
-def permute_patches(images: torch.Tensor, order: torch.Tensor, side: int = 8) -> torch.Tensor:
+def permute_patches(images, order, side=8):
     """The images with their patches in another order."""
     patches = F.unfold(images, side, stride=side)
     return F.fold(patches[..., order], images.shape[-2:], side, stride=side)
 
 
-def export(encoder: VisionTransformer, run: Path) -> Path:
+def export(encoder, run):
     """Write the encoder of a run; its folder."""
     export_encoder(encoder, run / "encoder", 32, *HALVES, 1.0)
     return run / "encoder"
 
 
-def attention_of(position: str) -> PositionedAttention:
+def attention_of(position):
     torch.manual_seed(1)
     attention = PositionedAttention(HEADS * WIDTH, HEADS, qkv_bias=True)
     attention.set_position(position, GRID, 1)
@@ -76,7 +74,7 @@ def attention_of(position: str) -> PositionedAttention:
     return attention.double().eval()
 
 
-def logits_by_pairs(attention: PositionedAttention, tokens: torch.Tensor, position: str) -> torch.Tensor:
+def logits_by_pairs(attention, tokens, position):
     """(heads, T, T) as the definition says it, pair by pair; tokens (T, D), [class] first."""
     queries, keys, _ = attention.qkv(tokens).unflatten(-1, (3, HEADS, WIDTH)).unbind(1)  # (T, heads, d)
     count = len(tokens)
@@ -95,7 +93,7 @@ def logits_by_pairs(attention: PositionedAttention, tokens: torch.Tensor, positi
     return result
 
 
-def turned(vector: torch.Tensor, token: int) -> torch.Tensor:
+def turned(vector, token):
     """Rotary: pairs of numbers as complex ones, turned by the row (first half) and by the column (second half)."""
     if token == 0:
         return vector  # [class]

@@ -24,7 +24,7 @@ from mpp.training.log import read_history
 from mpp.training.verdict import has_best_features, read_verdict, verdict
 
 
-def config_of(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, moving=False, **more: object) -> Config:
+def config_of(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, moving=False, **more):
     """The config of a run.
 
     Args:
@@ -47,7 +47,7 @@ def published(monkeypatch):
     monkeypatch.setattr(health, "is_published", lambda init_from: init_from == "published")
 
 
-def evaluation(step: int, loss: float = 2.0, accuracy: float = 0.5, knn: float = 0.4, **more: float) -> dict:
+def evaluation(step, loss=2.0, accuracy=0.5, knn=0.4, **more):
     """A line of metrics.jsonl, as an evaluation writes it."""
     line = {
         "step": step,
@@ -62,23 +62,23 @@ def evaluation(step: int, loss: float = 2.0, accuracy: float = 0.5, knn: float =
     return line | more
 
 
-def logged_step(step: int, **more: float) -> dict:
+def logged_step(step, **more):
     """What is read of a line of metrics.jsonl that a logged step writes."""
     return {"step": step, "loss": 3 - step / 1000, "speed/data_wait": 0.05} | more
 
 
-def history(*evaluations: dict, **of_steps: float) -> list[dict]:
+def history(*evaluations, **of_steps):
     """Logged steps up to the last evaluation, and the evaluations."""
     last = evaluations[-1]["step"]
     lines = [logged_step(step, **of_steps) for step in range(20, last + 1, 20)]
     return sorted([*lines, *evaluations], key=lambda line: line["step"])
 
 
-def without(line: dict, *names: str) -> dict:
+def without(line, *names):
     return {name: value for name, value in line.items() if not name.startswith(names)}
 
 
-def run_with(name: str, *values: float) -> list[dict]:
+def run_with(name, *values):
     """History with these scalars, one an evaluation."""
     return history(*(evaluation(100 * n, **{name: value}) for n, value in enumerate(values, 1)))
 
@@ -183,7 +183,7 @@ def test_histories_that_lack_something_are_no_error(lines):
 def test_without_colours_learning_is_seen_in_the_held_out_loss():
     colours = ("heldout/accuracy", "heldout/nearest", "heldout/two_nearest", "heldout/most_frequent")
 
-    def message(*losses: float, config: Config = CONFIG) -> str | None:
+    def message(*losses, config=CONFIG):
         lines = [without(evaluation(100 * n, loss), *colours) for n, loss in enumerate(losses, 2)]
         return WARNINGS["not learning"](history(*lines), config)
 
@@ -204,7 +204,7 @@ def test_the_line_says_where_a_run_stands():
     assert "masked-patch accuracy 32.0% (copy baseline 32.0%, not beaten)" in verdict([of_copies], CONFIG)
 
 
-def scored(**scores: float) -> list[dict]:
+def scored(**scores):
     """History of an evaluation with these held-out scores."""
     return [{"step": 9, "heldout/loss": 1.0} | {f"heldout/{name}": value for name, value in scores.items()}]
 
@@ -313,7 +313,7 @@ SICK_RUNS = {
 }
 
 
-def check(name: str, lines: list[dict], config: Config) -> None:
+def check(name, lines, config):
     """That it is said what is off, and of a healthy run nothing, but for what the machine decides.
 
     At any evaluation: a run at a learning rate of 1 is chaotic, and its last differs by CPU.

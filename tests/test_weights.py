@@ -48,21 +48,21 @@ def folder(source, tmp_path):
     return Path(shutil.copytree(source, tmp_path / "encoder"))
 
 
-def weights_in(file: Path) -> dict[str, torch.Tensor]:
+def weights_in(file):
     """The weights of a file that is then written anew: they are no longer mapped from it."""
     return {name: tensor.clone() for name, tensor in load_file(file).items()}
 
 
-def holds(encoder: torch.nn.Module, weights: dict[str, torch.Tensor]) -> bool:
+def holds(encoder, weights):
     return equal_tensors(encoder.state_dict(), weights)
 
 
-def without(weights: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+def without(weights, part):
     """The weights whose names do not have this part."""
     return {name: tensor for name, tensor in weights.items() if part not in name}
 
 
-def below(beginning: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def below(beginning, weights):
     """The weights with longer names."""
     return {f"{beginning}{name}": tensor for name, tensor in weights.items()}
 
@@ -83,7 +83,7 @@ WAYS = {  # a setting -> the encoder with the weights of a folder that it names
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def refused(way, folder) -> str:
+def refused(way, folder):
     with pytest.raises(UserError) as error:
         WAYS[way](folder)
     said = str(error.value)
@@ -201,7 +201,7 @@ MOMENTS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 every_name = pytest.mark.parametrize("name", NAMES)
 
 
-def written(name: str, folder: Path, size=32, licence=None) -> dict[str, torch.Tensor]:
+def written(name, folder, size=32, licence=None):
     """Write an encoder; its weights."""
     torch.manual_seed(0)
     encoder = build_encoder(ModelConfig(name=name, **OF_FAMILIES | {"img_size": size}))
@@ -211,7 +211,7 @@ def written(name: str, folder: Path, size=32, licence=None) -> dict[str, torch.T
     return weights_in(folder / "model.safetensors")
 
 
-def begun(name: str, source, channels: int = 3, **changes) -> torch.nn.Module:
+def begun(name, source, channels=3, **changes):
     return build_encoder(ModelConfig(name=name, **OF_FAMILIES | changes, init_from=str(source)), channels).eval()
 
 
