@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import equal_tensors, exported
 from model_inputs import MASKED, draw_batch, random_images, randomize
+from test_variants import KINDS
 from traffic import count_traffic
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig, RunConfig
@@ -22,16 +23,10 @@ NETWORKS = {
 }
 BARE = {"class_token": False, "global_pool": "avg"}
 OF_TIMM = dict(patch_size=None, img_size=64)
-ENCODERS = {
+ENCODERS = KINDS | {
     "plain": {},
-    "no positions": dict(position="none"),
-    "learned_2d": dict(position="learned_2d"),
-    "every": dict(position_at="every"),
-    "every_shared": dict(position="sincos_2d", position_at="every_shared"),
-    "rope": dict(position="rope", arguments=BARE),
-    "biases": dict(position="relative_bias", arguments=BARE),
-    "stride": dict(stride=4),
-    "axial": dict(mixing="axial", position="relative_bias"),
+    "rope alone": dict(position="rope", arguments=BARE),
+    "biases alone": dict(position="relative_bias", arguments=BARE),
     "layer scale": dict(arguments={"init_values": 0.1, "qk_norm": True, "pre_norm": True}),
     "DINOv3": dict(name="vit_small_patch16_dinov3", **OF_TIMM),
     "BEiT": dict(name="beit_base_patch16_224", **OF_TIMM),
