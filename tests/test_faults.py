@@ -19,14 +19,27 @@ import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import psutil
 import pytest
-from conftest import HANGS, ROOT, TINY, encoded, picture, read_metrics, start_command, wait_until, weights_of
+from conftest import (
+    HANGS,
+    ROOT,
+    TINY,
+    encoded,
+    picture,
+    read_metrics,
+    same,
+    start_command,
+    tiny_without,
+    wait_until,
+    weights_of,
+    write_pictures,
+)
 from PIL import Image
 from server import (
     Command,
@@ -50,8 +63,7 @@ from mpp.data.decoding.decode import decode
 from mpp.errors import UnreadableImage
 from mpp.runtime import signals
 from mpp.runtime.processes import set_timeout
-from mpp.runtime.signals import ECHO, EXIT_CODE, MARKER
-from mpp.training import checkpoint
+from mpp.runtime.signals import EXIT_CODE, MARKER
 from mpp.training.checkpoint import newest_step
 
 pytestmark = pytest.mark.faults
@@ -68,12 +80,6 @@ def last_step(folder: Path) -> int:
 def is_writing(folder: Path) -> bool:
     """Whether a checkpoint is being written right now."""
     return any((folder / "checkpoints").glob(".step_*"))
-
-
-def same(one: Path, other: Path) -> None:
-    """Two runs have the same bits."""
-    assert weights_of(one) == weights_of(other)
-    assert read_metrics(one) == read_metrics(other)
 
 
 @pytest.fixture(scope="module")
@@ -146,16 +152,13 @@ def test_kills_of_pretraining(tmp_path, tally, undisturbed, kind):
 
 @pytest.mark.parametrize("module", ["supervised", "finetune"])
 def test_3_kills_of_learning_from_labels(tmp_path, tally, module):
-    unknown = "--probe" if module == "supervised" else ("--probe", "--model")
-    options = [word for word in TINY if not word.startswith(unknown)]
-    options += ["--run.steps=150", "--run.checkpoint_every=5", "--optim.average=0.9"]
-    inner = ""
+    common = ("--run.steps=150", "--run.checkpoint_every=5", "--optim.average=0.9")
     if module == "supervised":
-        options.append(SELDOM[0])
+        options, inner = [*tiny_without("--probe"), *common, SELDOM[0]], ""
     else:
         finish(begin(tmp_path / "encoder"))
+        options, inner = [*tiny_without("--probe", "--model"), *common], "lr_0.1"
         options += [f"--encoder={tmp_path / 'encoder'}", "--lrs=0.1"]
-        inner = "lr_0.1"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(Command(module, *options, f"--run.dir={whole}"))
     start = partial(Command, module, *options, f"--run.dir={killed}", prepare=unhurried)
@@ -165,15 +168,12 @@ def test_3_kills_of_learning_from_labels(tmp_path, tally, module):
 
 
 SIGNALS = {  # what is tallied -> the signal, and how the run is started
-    "SIGTERM, 1 process": (signal.SIGTERM, dict(processes=1)),
-    "SIGINT, 1 process": (signal.SIGINT, dict(processes=1)),
-    "SIGHUP, 1 process": (signal.SIGHUP, dict(processes=1)),
-    "SIGTERM, 2 processes": (signal.SIGTERM, dict(processes=2)),
-    "SIGINT, 2 processes": (signal.SIGINT, dict(processes=2)),
-    "SIGHUP, 2 processes": (signal.SIGHUP, dict(processes=2)),
-    "SIGTERM, 2 processes that share the weights": (signal.SIGTERM, dict(processes=2, sharded=True)),
-    "SIGTERM to one of two processes": (signal.SIGTERM, dict(processes=2)),
+    f"{number.name}, processes: {processes}": (number, dict(processes=processes))
+    for number in signals.SIGNALS
+    for processes in (1, 2)
 }
+SIGNALS["SIGTERM, 2 processes that share the weights"] = (signal.SIGTERM, dict(processes=2, sharded=True))
+SIGNALS["SIGTERM to one of two processes"] = (signal.SIGTERM, dict(processes=2))
 
 
 @pytest.mark.parametrize("kind", SIGNALS)
@@ -259,17 +259,17 @@ def linger() -> None:
 
 
 def test_a_signal_in_a_last_evaluation_ends_fine_tuning_after_that_run(tmp_path, tally):
-    sized = [word for word in TINY if not word.startswith(("--probe", "--model"))]
     finish(begin(tmp_path / "encoder"))
-    options = [*sized, f"--encoder={tmp_path / 'encoder'}", "--lrs=[0.1,0.01]", f"--run.dir={tmp_path / 'run'}"]
-    run = Command("finetune", *options, prepare=linger)
-    wait_until(lambda: (tmp_path / "run" / "dev_lr_0.1" / "evaluating").exists(), of=run)
+    options = [f"--encoder={tmp_path / 'encoder'}", "--lrs=[0.1,0.01]", f"--run.dir={tmp_path / 'run'}"]
+    start = partial(Command, "finetune", *tiny_without("--probe", "--model"), *options)
+    run = start(prepare=linger)
+    first = tmp_path / "run" / "dev_lr_0.1"
+    wait_until((first / "evaluating").exists, of=run)
     run.signal(15)
     assert run.wait() == [EXIT_CODE], run.said[-2000:]
-    first = tmp_path / "run" / "dev_lr_0.1"
     assert (first / "encoder").is_dir() and (first / MARKER).exists()
     assert not (tmp_path / "run" / "dev_lr_0.01").exists()
-    finish(Command("finetune", *options))
+    finish(start())
     assert (tmp_path / "run" / "finetune.json").exists() and not (first / MARKER).exists()
     tally("SIGTERM between the runs of fine-tuning", 1)
 
@@ -303,27 +303,20 @@ def test_a_signal_while_the_dataset_is_built_ends_at_once(tmp_path, tally, has_b
     tally("SIGTERM while the dataset is built" if has_begun else "SIGTERM before a run has begun", 1)
 
 
-def stall(folder: Path) -> None:
-    """Checkpoints take for ever. Each signal is noted, and what time it is then, a file says."""
+def stall(file: Path) -> None:
+    """Checkpoints take for ever; a file says that one is begun. There is no echo of a signal."""
+    from mpp.training import loop
 
-    def now() -> float:
-        with (folder / "signals").open("a") as file:
-            file.write("heard\n")
-        return 2 * ECHO * (folder / "later").exists()
-
-    checkpoint.save_checkpoint = lambda *args: time.sleep(10 * HANGS)
-    signals.time = SimpleNamespace(monotonic=now, sleep=time.sleep)
+    loop.save_checkpoint = lambda *args: (file.touch(), time.sleep(10 * HANGS))
+    signals.ECHO = 0.0
 
 
 def test_a_second_signal_ends_at_once(tmp_path, tally):
-    run = begin(tmp_path / "run", *LONG, prepare=partial(stall, tmp_path))
-    signals = tmp_path / "signals"
+    """The first waits for its checkpoint. Echoes: test_preemption.py."""
+    run = begin(tmp_path / "run", *LONG, prepare=partial(stall, tmp_path / "stalled"))
     wait_until(lambda: last_step(tmp_path / "run") >= 3, of=run)
-    for count in (1, 2):  # a signal and its echo
-        run.signal(15)
-        wait_until(lambda count=count: signals.exists() and signals.read_text().count("heard") == count, of=run)
-    assert not run.ended  # it waits for its checkpoint
-    (tmp_path / "later").touch()
+    run.signal(15)
+    wait_until((tmp_path / "stalled").exists, of=run)
     run.signal(15)
     assert run.wait() == [128 + 15]
     tally("a second SIGTERM", 1)
@@ -338,9 +331,10 @@ def test_a_folder_that_cannot_be_written(tmp_path, tally, undisturbed):
     """A file where the checkpoints' folder should be: permission bits do not stop root."""
     folder = tmp_path / "run"
     assert begin(folder, prepare=partial(die_at, 1)).wait() == [-signal.SIGKILL]
-    (folder / "checkpoints").write_text("in the way")
+    in_the_way = folder / "checkpoints"
+    in_the_way.touch()
     fails(begin(folder), "step_00000002: the checkpoint cannot be written", "of steps []")
-    (folder / "checkpoints").unlink()
+    in_the_way.unlink()
     finish(begin(folder))
     same(undisturbed(), folder)
     fails(begin(folder / "config.yaml"))
@@ -378,10 +372,9 @@ def huge_png(side: int = 60_000) -> bytes:
 
 def test_one_file_in_twenty_is_broken(tmp_path, tally):
     files = broken_files()
+    whole = {f"{number:03d}.png": encoded(picture(number)) for number in range(19 * len(files))}
     (tmp_path / "images").mkdir()
-    for number in range(19 * len(files)):
-        (tmp_path / "images" / f"{number:03d}.png").write_bytes(encoded(picture(number)))
-    for name, data in files.items():
+    for name, data in (files | whole).items():
         (tmp_path / "images" / name).write_bytes(data)
     finish(begin(tmp_path / "run", f"--data.path={tmp_path / 'images'}", "--run.steps=60", "--data.workers=2"))
     named = {Path(line.split(": ")[0]).name for line in (tmp_path / "run" / "unreadable.txt").read_text().splitlines()}
@@ -393,22 +386,12 @@ def test_one_file_in_twenty_is_broken(tmp_path, tally):
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """A folder of 12 images, for all tests of a worker."""
-    folder = tmp_path_factory.mktemp("mounted") / "images"
-    folder.mkdir()
-    for number in range(12):
-        (folder / f"{number:02d}.png").write_bytes(encoded(picture(number)))
-    return folder
+    return write_pictures(tmp_path_factory.mktemp("mounted") / "images", 12)
 
 
 @pytest.mark.parametrize(
     ("processes", "back", "accumulation"),
-    [
-        (1, True, []),
-        (1, False, []),
-        (2, True, []),
-        (2, False, []),
-        pytest.param(2, False, ["--data.batch_size=1"], id="2-False-in the middle of a step"),
-    ],
+    [*product((1, 2), (True, False), [()]), (2, False, ("--data.batch_size=1",))],  # the last: in the middle of a step
 )
 def test_images_go_away_while_a_run_reads_them(tmp_path, images, tally, undisturbed, processes, back, accumulation):
     """A mount drops. It comes back while reads are tried again, or only after the run has ended."""
