@@ -72,12 +72,12 @@ SELDOM = ("--run.eval_every=100000", "--run.checkpoint_every=100000")
 LONG = (*SELDOM, "--run.steps=100000", "--data.workers=1", "--data.cache_gb=0")
 
 
-def last_step(folder: Path) -> int:
+def last_step(folder):
     """The last step that was logged."""
     return max(read_metrics(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
 
 
-def is_writing(folder: Path) -> bool:
+def is_writing(folder):
     """Whether a checkpoint is being written right now."""
     return any((folder / "checkpoints").glob(".step_*"))
 
@@ -87,7 +87,7 @@ def undisturbed(tmp_path_factory):
     """undisturbed("--run.steps=8", processes=2): the folder of such a run, which is carried out once."""
     known: dict[str, Path] = {}
 
-    def run(*options: str, **how) -> Path:
+    def run(*options, **how):
         key = repr((options, how))
         if key not in known:
             known[key] = tmp_path_factory.mktemp("undisturbed") / "run"
@@ -97,12 +97,12 @@ def undisturbed(tmp_path_factory):
     return run
 
 
-def unhurried() -> None:
+def unhurried():
     """An update takes 5 ms at least: between two checkpoints the test has time to act, on any machine."""
     at_update(None, lambda rank: time.sleep(0.005))
 
 
-def kill_and_resume(start: Callable[[], Command], folder: Path, kills: int) -> int:
+def kill_and_resume(start, folder, kills):
     """Kill a run so many times, each time after it resumed and passed a checkpoint; then let it finish.
 
     Every other kill is aimed at the writing of a checkpoint.
@@ -202,7 +202,7 @@ def test_preemption(tmp_path, tally, undisturbed, kind):
     tally(kind, 1)
 
 
-def launch(folder: Path, *options: str) -> subprocess.Popen:
+def launch(folder, *options):
     """Two processes by the real launcher."""
     words = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
     return start_command(*words, "mpp/pretrain.py", *TINY, *options, f"--run.dir={folder}")
@@ -230,7 +230,7 @@ def test_a_closed_terminal_stops_a_run_that_still_writes_to_it(tmp_path, tally):
     run = subprocess.Popen(words, **streams, start_new_session=True, preexec_fn=opened, cwd=ROOT)
     os.close(inside)
 
-    def is_training() -> bool:
+    def is_training():
         with contextlib.suppress(BlockingIOError):
             os.read(terminal, 2**16)  # else it is full
         return last_step(tmp_path / "run") >= 3
@@ -244,7 +244,7 @@ def test_a_closed_terminal_stops_a_run_that_still_writes_to_it(tmp_path, tally):
     tally("a closed terminal (SIGHUP)", 1)
 
 
-def linger() -> None:
+def linger():
     """Evaluation says when it begins, and takes until there is a signal."""
     from evaluation.supervised import Classification
 
@@ -274,7 +274,7 @@ def test_a_signal_in_a_last_evaluation_ends_fine_tuning_after_that_run(tmp_path,
     tally("SIGTERM between the runs of fine-tuning", 1)
 
 
-def dawdle() -> None:
+def dawdle():
     """Building the dataset takes for ever."""
     import mpp.pretrain
 
@@ -303,7 +303,7 @@ def test_a_signal_while_the_dataset_is_built_ends_at_once(tmp_path, tally, has_b
     tally("SIGTERM while the dataset is built" if has_begun else "SIGTERM before a run has begun", 1)
 
 
-def stall(file: Path) -> None:
+def stall(file):
     """Checkpoints take for ever; a file says that one is begun. There is no echo of a signal."""
     from mpp.training import loop
 
@@ -322,7 +322,7 @@ def test_a_second_signal_ends_at_once(tmp_path, tally):
     tally("a second SIGTERM", 1)
 
 
-def fill_disk() -> None:
+def fill_disk():
     """Metrics fit, from update 5 on the optimiser's state does not."""
     at_update(5, lambda rank: limit_files(100_000))
 
@@ -341,7 +341,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, tally, undisturbed):
     tally("a file where a folder should be", 2)
 
 
-def broken_files() -> dict[str, bytes]:
+def broken_files():
     """A file of every sort that is not as it should be; those that no reader can show begin with `bad`."""
     jpeg, png = encoded(picture(1), "JPEG"), encoded(picture(2))
     deep = Image.fromarray(picture(4)[..., 0].astype(np.uint16) * 257)
@@ -360,7 +360,7 @@ def broken_files() -> dict[str, bytes]:
     }
 
 
-def huge_png(side: int = 60_000) -> bytes:
+def huge_png(side=60_000):
     """A whole PNG of 60,000 x 60,000 black pixels, 450 MB of them before compression, in half a megabyte."""
     packer, row = zlib.compressobj(9), bytes(1 + side // 8)
     rows = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
@@ -421,7 +421,7 @@ def test_images_go_away_while_a_run_reads_them(tmp_path, images, tally, undistur
     tally(f"images go away and come back, {'while they are tried again' if back else 'after the run ended'}", 1)
 
 
-def refuse(data: bytes, answer) -> None:
+def refuse(data, answer):
     """Decode a bomb; send the error and by how many MB the memory's peak grew."""
     decode(encoded(picture(0)), ImagesConfig())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -442,7 +442,7 @@ def test_a_bomb_is_refused_in_little_memory(tally):
     tally("decompression bomb", 1)
 
 
-def deadly(slow: bool) -> None:
+def deadly(slow):
     """Decoding the image 07.png kills the process, as a fault in a decoder or a lack of memory does."""
     from mpp.data.decoding import decode as decoding
     from mpp.training.loop import TrainingStep
@@ -453,7 +453,7 @@ def deadly(slow: bool) -> None:
         TrainingStep.begin = lambda *args, **kwargs: (time.sleep(0.3), begin_step(*args, **kwargs))[1]
 
 
-def small_shared_memory() -> None:
+def small_shared_memory():
     """This process has a /dev/shm of 64 MB, as in a container of Docker's."""
     mount_apart()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"], check=True)
@@ -469,7 +469,7 @@ def test_shared_memory_of_64_mb(tmp_path, tally):
     tally("little shared memory", 1)
 
 
-def stuck() -> None:
+def stuck():
     """After its first batch, reading an image never returns from C; and the run fails meanwhile."""
     from itertools import count
 
@@ -487,11 +487,11 @@ def stuck() -> None:
     TrainingStep.begin = fail
 
 
-def lose_a_fork(file: Path) -> None:
+def lose_a_fork(file):
     """The first loader process hangs in its fork, as one that waits for a lock which nobody will open."""
     workers.START_TIMEOUT_S = 5.0
 
-    def hang() -> None:
+    def hang():
         with contextlib.suppress(FileExistsError):
             file.touch(exist_ok=False)
             time.sleep(HANGS)
@@ -506,7 +506,7 @@ def test_a_loader_process_that_does_not_begin_is_started_again(tmp_path, tally, 
     tally("a loader process hangs in its fork", 1)
 
 
-def lack_a_batch(take_number: int) -> None:
+def lack_a_batch(take_number):
     """On the first of two processes, images cannot be read at this take (from 1) of a batch."""
     from mpp.errors import ReadFailed
     from mpp.training.loop import Loop
@@ -523,7 +523,7 @@ def lack_a_batch(take_number: int) -> None:
     Loop.load_batch = failing_load
 
 
-def lack_a_view(rank: str, number: int) -> None:
+def lack_a_view(rank, number):
     """On a process of this rank, this held-out view (from 1) since training began cannot be read."""
     from mpp.data.views import FIXED_VIEW, ViewDataset
     from mpp.errors import ReadFailed
@@ -547,7 +547,7 @@ def lack_a_view(rank: str, number: int) -> None:
     ViewDataset.__getitem__, TrainingStep.finish = failing_view, noted
 
 
-def poison() -> None:
+def poison():
     """On the second of two processes, the gradient of step 5 is infinite."""
     from mpp.training.loop import TrainingStep
 
@@ -628,10 +628,10 @@ def test_one_of_two_processes_dies(tmp_path, tally, undisturbed):
     tally("one of two processes dies", 1)
 
 
-def freeze() -> None:
+def freeze():
     """The second of two processes stops in update 5; from then on the other waits for so many seconds, not minutes."""
 
-    def act(rank: int) -> None:
+    def act(rank):
         set_timeout(timedelta(seconds=5))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -681,7 +681,7 @@ def test_5000_steps_leak_nothing(tmp_path, tally):
         time.sleep(0.1)
     finish(run)
 
-    def used(low: int, high: int) -> tuple[float, float]:
+    def used(low, high):
         """Most gigabytes between two steps, and the usual number of open files: evaluations open some for a while."""
         memory = read_metrics(folder, "speed/memory_gb")
         gigabytes = max(value for step, value in memory.items() if low < step <= high)

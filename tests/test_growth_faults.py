@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 from functools import partial
-from pathlib import Path
 
 import pytest
 from conftest import read_metrics, same, wait_until, weights_of
@@ -21,7 +20,7 @@ COPIED = 6
 """Files that a branch copies: metrics.jsonl, data.json, and four of the checkpoint."""
 
 
-def branch_of(trunk: Path) -> str:
+def branch_of(trunk):
     return f"--run.branch_from={trunk}@2"
 
 
@@ -59,11 +58,11 @@ def test_kills_in_the_trunk_and_in_the_branch(tmp_path, tally, processes):
     tally("SIGKILL, trunk and branch", kills)
 
 
-def die_in_copy(number: int) -> None:
+def die_in_copy(number):
     """SIGKILL when half of a file is copied: the first file of a branch is number 0."""
     copied = []
 
-    def dies(source: Path, target: Path) -> None:
+    def dies(source, target):
         content = source.read_bytes()
         if len(copied) == number:
             target.write_bytes(content[: len(content) // 2])
