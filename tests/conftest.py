@@ -37,6 +37,16 @@ TINY = (
     *("--optim.global_batch_size=8", "--optim.warmup_steps=0"),
 )
 
+
+ONLY_MASKED = ("--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0")
+ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
+
+
+def tiny_without(*starts: str) -> list[str]:
+    """TINY without the settings that begin so."""
+    return [word for word in TINY if not word.startswith(starts)]
+
+
 CUT = ("--data.eval_split=null", "--data.eval_fraction=0.25")
 """Hold a quarter of the training images out."""
 
@@ -129,7 +139,7 @@ def pretrain(tmp_path):
 
     def run(*arguments: str, dir: Path = tmp_path / "run", without: str = "--none") -> Path:
         AcceleratorState._reset_state(True)
-        main([*(a for a in TINY if not a.startswith(without)), f"--run.dir={dir}", *arguments])
+        main([*tiny_without(without), f"--run.dir={dir}", *arguments])
         return dir
 
     return run
@@ -187,13 +197,20 @@ def kill_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(TrainingStep, "begin", dies)
 
 
+@contextmanager
+def killed_at(step: int):
+    """A run in this process is killed just before update `step` (from 0)."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, step)
+        yield
+
+
 @pytest.fixture
-def stopped_at(pretrain, monkeypatch):
+def stopped_at(pretrain):
     """stopped_at(3, "--optim.lr=1"): a tiny run as `pretrain` starts it, killed before update 3 (from 0)."""
 
     def run(step: int, *arguments: str, **how) -> None:
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            kill_at(patch, step)
+        with killed_at(step):
             pretrain(*arguments, **how)
 
     return run
@@ -202,6 +219,18 @@ def stopped_at(pretrain, monkeypatch):
 def weights_of(folder: Path) -> bytes:
     """The exported weights of a run, to the bit."""
     return (folder / "encoder" / "model.safetensors").read_bytes()
+
+
+def exported(folder: Path) -> dict:
+    """The same, by name."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "encoder" / "model.safetensors")
+
+
+def equal_tensors(one: dict, other: dict) -> bool:
+    """Whether they have the same names and bits."""
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
 def interrupt_after(monkeypatch, owner: type, name: str, calls: int) -> None:
@@ -227,6 +256,12 @@ def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:
     whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
     lines = [json.loads(line) for line in whole.splitlines()]
     return {line["step"]: line[key] for line in lines if key in line}
+
+
+def same(one: Path, other: Path) -> None:
+    """Two runs have the same bits."""
+    assert weights_of(one) == weights_of(other)
+    assert read_metrics(one) == read_metrics(other)
 
 
 def without_times(folder: Path) -> list[dict]:
@@ -339,6 +374,13 @@ def put_picture(file: Path, seed: int = 0) -> None:
     """Write an image, and the folders that it is in."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(encoded(picture(seed)))
+
+
+def write_pictures(folder: Path, count: int) -> Path:
+    """A new folder of so many PNG images."""
+    for number in range(count):
+        put_picture(folder / f"{number:02d}.png", number)
+    return folder
 
 
 def dataset_of(images: list[bytes], **columns: list) -> datasets.Dataset:

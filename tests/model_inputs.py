@@ -7,6 +7,8 @@ from mpp.corruption import Corruption, draw, stack
 
 HALVES = ((0.5,) * 3, (0.5,) * 3)
 """Mean and deviation that scale pixels to [-1, 1]."""
+MASKED = dict(mask=1.0, random=0.0, keep=0.0)
+"""Settings of corruption: each corrupted patch is masked."""
 
 
 def random_images(count=3, channels=3, side=32) -> torch.Tensor:
@@ -30,6 +32,18 @@ def draw_batch(config, grid=(4, 4), images=3) -> Corruption:
     """The corruption of a batch of images, under seed 0."""
     drawn = [draw(config, grid, 0, 0, index) for index in range(images)]
     return stack(drawn)
+
+
+def names_where(model, optimizer, chosen) -> set[str]:
+    """The names of the parameters in the groups that are chosen."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(p)] for group in optimizer.param_groups if chosen(group) for p in group["params"]}
+
+
+def scales_of(model, groups) -> dict[str, float]:
+    """The rate of each parameter as a share of the whole one."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
 
 
 def randomize(model, std) -> None:

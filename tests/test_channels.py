@@ -9,10 +9,9 @@ import tifffile
 import timm
 import torch
 from classified_images import FAST
-from conftest import TINY, read_metrics, refused, weights_of
+from conftest import ONLY_MASKED, TINY, read_metrics, refused, weights_of
 from PIL import Image
 from server import Command
-from test_fake_accelerator import UNSEEN
 from timm.models import adapt_input_conv
 
 import mpp
@@ -37,8 +36,8 @@ KINDS = {
     "rope": ["--model.position=rope"],
     "relative_bias, axial": ["--model.position=relative_bias", "--model.mixing=axial"],
     "every, overlapping": ["--model.position_at=every", "--model.stride=4"],
-    "MAE": ["--network.name=autoencoder", "--objective.name=pixels", "--objective.normalize=patch", *UNSEEN],
-    "multiblock, factorized": ["--corruption.pattern=multiblock", "--objective.factorized=true", *UNSEEN],
+    "MAE": ["--network.name=autoencoder", "--objective.name=pixels", "--objective.normalize=patch", *ONLY_MASKED],
+    "multiblock, factorized": ["--corruption.pattern=multiblock", "--objective.factorized=true", *ONLY_MASKED],
     "blocks, hog": ["--corruption.pattern=blocks", "--objective.name=hog"],
 }
 

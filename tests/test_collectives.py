@@ -12,7 +12,7 @@ import timm
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +32,7 @@ def group_of(monkeypatch):
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setattr(parallel, "broadcast", lambda tensor: tensor)
 
-    def begin(processes: int) -> None:
+    def begin(processes):
         distributed.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
 
     yield begin
@@ -55,10 +55,10 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def shard(model: nn.Module, processes: int, precision: str = "bf16", **run) -> parallel.Sharded:
+def shard(model, processes, precision="bf16", **run):
     """The model as the first of so many processes has it."""
     AcceleratorState._reset_state(True)
-    real = Accelerator(cpu=True, mixed_precision={"bf16": "bf16", "fp32": "no"}[precision])
+    real = Accelerator(cpu=True, mixed_precision=precision)
     pretended = SimpleNamespace(
         device=real.device,
         num_processes=processes,
@@ -69,11 +69,11 @@ def shard(model: nn.Module, processes: int, precision: str = "bf16", **run) -> p
     return parallel.Sharded(model, pretended, partial(build_optimizer, config=OptimConfig()), RunConfig(**run))
 
 
-def vit(depth: int = 4) -> nn.Module:
-    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=depth, num_classes=0)
+def vit():
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=4, num_classes=0)
 
 
-def count(sharded: parallel.Sharded) -> Collectives:
+def count(sharded):
     """The collectives of a forward and backward pass; one before it sets up."""
     for _ in range(2):
         with Collectives() as counted:
@@ -83,8 +83,8 @@ def count(sharded: parallel.Sharded) -> Collectives:
 
 def test_bf16_gathers_half_the_bytes_and_reduces_in_float32(group_of):
     group_of(8)
-    full = count(shard(vit(), 8, "fp32"))
-    half = count(shard(vit(), 8, "bf16"))
+    full = count(shard(vit(), 8, "no"))
+    half = count(shard(vit(), 8))
     assert half.calls[GATHER, torch.float32] == 1  # norms, tokens and positions of the whole model
     gathered = half.bytes[GATHER, torch.bfloat16] + half.bytes[GATHER, torch.float32]
     assert 0.5 < gathered / full.bytes[GATHER, torch.float32] < 0.51

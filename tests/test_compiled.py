@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import TINY, read_metrics, weights_of
 from functorch.compile import make_boxed_func
-from server import Command, fails, finish
+from server import Command, begin, fails, finish
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
@@ -44,10 +44,8 @@ def as_one_graph(folder, dies_at=None, backend="inductor"):
 @pytest.mark.faults
 def test_evaluations_compile_two_graphs_and_later_ones_none(tmp_path):
     """One in evaluation mode, and one for its last batch, which is shorter. Dynamo's graphs are not lowered here."""
-    words = [word for word in TINY if not word.startswith(("--run.steps", "--data.eval_images"))]
-    words += ["--run.steps=7", "--run.eval_every=2", "--data.eval_images=20", "--run.compile=true"]
-    count_graphs = partial(as_one_graph, tmp_path, backend="eager")
-    finish(Command("pretrain", *words, f"--run.dir={tmp_path / 'run'}", prepare=count_graphs))
+    words = ("--run.steps=7", "--run.eval_every=2", "--data.eval_images=20", "--run.compile=true")
+    finish(begin(tmp_path / "run", *words, prepare=partial(as_one_graph, tmp_path, backend="eager")))
     assert (tmp_path / "0.graphs").read_text().split() == ["1", "1", "3", "3", "3", "3", "3"]
 
 
@@ -74,7 +72,7 @@ def test_vit_b_is_one_graph_forward_and_one_backward():
 
 @pytest.mark.faults
 def test_a_model_that_is_sharded_is_not_compiled(tmp_path):
-    run = Command("pretrain", *TINY, f"--run.dir={tmp_path}/run", "--run.compile=true", processes=2, sharded=True)
+    run = begin(tmp_path / "run", "--run.compile=true", processes=2, sharded=True)
     fails(run, "run.compile is true; it must be false where")
 
 
@@ -112,11 +110,11 @@ def test_compiled_training_is_one_graph_and_the_same(tmp_path, kind):
 @pytest.mark.faults
 def test_two_processes_that_compile_and_are_killed_end_with_the_same_bits(tmp_path):
     """The model has more than a megabyte of gradients: dynamo cuts its graph where they begin to travel."""
-    words = (*TINY, *CLUSTER, "--run.steps=6", "--model.width=192", "--model.depth=3", *SGD)
-    losses = losses_of_both(tmp_path, words, 1e-5, processes=2)
-    again = (*words, "--run.compile=true", f"--run.dir={tmp_path / 'killed'}")
-    run = Command("pretrain", *again, processes=2, prepare=partial(as_one_graph, tmp_path, dies_at=5))
+    words = (*CLUSTER, "--run.steps=6", "--model.width=192", "--model.depth=3", *SGD)
+    losses = losses_of_both(tmp_path, (*TINY, *words), 1e-5, processes=2)
+    start = partial(begin, tmp_path / "killed", *words, "--run.compile=true", processes=2)
+    run = start(prepare=partial(as_one_graph, tmp_path, dies_at=5))
     assert run.wait() == [-signal.SIGKILL] * 2 and newest_step(tmp_path / "killed") == 4
-    finish(Command("pretrain", *again, processes=2))
+    finish(start())
     assert weights_of(tmp_path / "compiled") == weights_of(tmp_path / "killed")
     assert read_metrics(tmp_path / "killed") == losses

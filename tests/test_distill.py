@@ -8,9 +8,8 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import TINY, kill_at, read_metrics, title_and_tags
-from model_inputs import HALVES
-from safetensors import safe_open
+from conftest import TINY, equal_tensors, killed_at, read_metrics, tiny_without, title_and_tags, weights_of
+from model_inputs import HALVES, random_images
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from timm.models.deit import VisionTransformerDistilled
@@ -34,8 +33,8 @@ from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.flops import executed_flops
 from mpp.training.loop import training_batches
 
-BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
-SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
+BASE = tiny_without("--probe", "--model")
+SMALL = [word for word in TINY if word.startswith("--model")]
 NUMBERS = dict(width=16, depth=2, heads=2, img_size=32)
 
 
@@ -46,7 +45,7 @@ def save_timm(folder, classes, mean=(0.5, 0.5, 0.5)):
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.uniform_(-0.1, 0.1)  # else eval mode would be hard to tell
-    data_config = dict(input_size=(3, 40, 40), mean=mean, std=(0.2, 0.3, 0.4), crop_pct=1.0, interpolation="bilinear")
+    data_config = dict(input_size=(3, 40, 40), mean=mean, std=(0.2, 0.3, 0.4))
     save_for_hf(model, str(folder), safe_serialization=True, data_config=data_config)
     return folder
 
@@ -59,23 +58,12 @@ def teacher(tmp_path_factory):
 
 def train(folder, *arguments):
     supervised.main([*BASE, *SMALL, *arguments, f"--run.dir={folder}"])
-    return (folder / "encoder" / "model.safetensors").read_bytes()
+    return weights_of(folder)
 
 
 def build(*arguments):
     config = parse(supervised.SupervisedConfig, [*BASE, *SMALL, *arguments])
-    return supervised.Classification(with_teacher_digest(config), Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))
-
-
-def random_pixels():
-    return torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-
-
-def held_out_answers(task, classify):
-    """Outputs of `classify` for the held-out images, and their labels."""
-    batches = list(task.fixed_view_loader.batches(task.held_out_views))
-    outputs = torch.cat([classify(batch.images) for batch in batches])
-    return outputs, torch.cat([batch.labels for batch in batches])
+    return Classification(with_teacher_digest(config), Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))
 
 
 def test_the_loss_is_deits():
@@ -98,13 +86,12 @@ def test_the_softmaxes_of_both_heads_are_averaged():
 @pytest.mark.faults
 def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path, teacher, monkeypatch):
     folder = tmp_path / "run"
-    pixels = random_pixels()
-    tasks = []
-    make = Classification.__init__
-    monkeypatch.setattr(Classification, "__init__", lambda task, *_, **__: tasks.append(task) or make(task, *_, **__))
+    pixels = random_images(2)
+    models = []
+    flops = Classification.flops
+    monkeypatch.setattr(Classification, "flops", lambda task: models.append(task.model) or flops(task))
     train(folder, f"--distill.teacher={teacher}", "--distill.kind=soft", "--model.mean=[0.3,0.4,0.5]")
-    (task,) = tasks
-    model = task.model.eval()
+    model = models[0].eval()
     encoder = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True).eval()
     assert type(encoder) is VisionTransformerDistilled
     tokens = encoder.forward_features(model.normalize(pixels))
@@ -114,8 +101,7 @@ def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path,
     expected = torch.stack([tokens[:, 0], tokens[:, 2:].mean(1)])
     frozen = load_frozen_encoder(str(folder))
     torch.testing.assert_close(torch.stack([frozen(pixels, each, [2])[0] for each in ("class", "mean")]), expected)
-    with safe_open(complete_checkpoints(folder)[-1] / "model.safetensors", framework="pt") as file:
-        names = file.keys()
+    names = load_file(complete_checkpoints(folder)[-1] / "model.safetensors")
     assert {name.split(".")[0] for name in names} == {"encoder", "head", "distill_head"}
     title, tags = title_and_tags(folder / "encoder")
     assert title.endswith("trained with labels") and "self-supervised" not in tags
@@ -125,32 +111,29 @@ def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path,
     finetune.main([*BASE, f"--encoder={folder}", "--lrs=0.1", "--img_size=48", f"--run.dir={tuned.parent}"])
     weights = load_file(complete_checkpoints(tuned)[-1] / "model.safetensors")
     assert weights["encoder.pos_embed"].shape == (1, 2 + 36, 16) and "encoder.dist_token" in weights
-    pixels = torch.randint(0, 256, (2, 3, 48, 48), dtype=torch.uint8)
+    pixels = random_images(2, side=48)
     (features,) = load_frozen_encoder(str(tuned))(pixels, "class", [2])
     taught = load_teacher(str(tuned), 9)(pixels)
     torch.testing.assert_close(taught, F.linear(features, weights["head.weight"], weights["head.bias"]))
 
 
 @pytest.mark.faults
-def test_a_killed_distillation_resumes_with_the_same_bits(tmp_path, teacher, monkeypatch):
+def test_a_killed_distillation_resumes_with_the_same_bits(tmp_path, teacher):
     arguments = ["--augment.mixup=0.8", "--augment.label_smoothing=0.1", "--head.kind=linear", "--head.pooling=mean"]
     arguments += ["--distill.kind=soft", "--optim.average=0.9", "--model.drop_path=0.1", f"--distill.teacher={teacher}"]
     whole = train(tmp_path / "whole", *arguments)
-    with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
-        kill_at(context, 3)
+    with killed_at(3):
         train(tmp_path / "killed", *arguments)
     assert train(tmp_path / "killed", *arguments) == whole
     assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
 
 
 @pytest.mark.faults
-def test_a_run_resumes_with_a_teacher_that_moved_and_with_no_other(tmp_path, teacher, monkeypatch):
-    moved = tmp_path / "teacher"
-    run = tmp_path / "run"
+def test_a_run_resumes_with_a_teacher_that_moved_and_with_no_other(tmp_path, teacher):
+    moved, run = tmp_path / "teacher", tmp_path / "run"
     shutil.copytree(teacher, moved)
-    kill_at(monkeypatch, 1)
     for folder in (teacher, moved):
-        with pytest.raises(BaseException, match="killed"):
+        with killed_at(1):
             train(run, f"--distill.teacher={folder}")
     weights = load_file(moved / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in weights.items()}, moved / "model.safetensors")
@@ -173,34 +156,32 @@ def test_the_teacher_sees_the_students_crop_and_does_not_learn(teacher):
     of_student, of_teacher = inputs
     assert torch.equal(of_student, of_teacher)
     assert of_student.is_floating_point()  # mixed
-    torch.testing.assert_close(dict(task.teacher.state_dict()), dict(before), rtol=0, atol=0)
+    assert equal_tensors(task.teacher.state_dict(), before)
     assert not any(parameter.requires_grad for parameter in task.teacher.parameters())
     for head in (task.model.head, task.model.distill_head):
         assert head[2].weight.grad.abs().max() > 0
 
 
 def test_a_teacher_of_timms_normalises_and_resizes_for_itself(teacher):
-    pixels = random_pixels()
+    pixels = random_images(2)
     model = timm.create_model(f"local-dir:{teacher}", pretrained=True).eval()
     resized = F.interpolate(pixels.float(), (40, 40), mode="bilinear", antialias=True) / 255
-    mean = torch.tensor((0.4, 0.5, 0.6)).view(3, 1, 1)
-    std = torch.tensor((0.2, 0.3, 0.4)).view(3, 1, 1)
-    taught = load_teacher(str(teacher), 9)(pixels)
-    torch.testing.assert_close(taught, model((resized - mean) / std))
+    mean, std = torch.tensor([[0.4, 0.5, 0.6], [0.2, 0.3, 0.4]])[..., None, None]
+    torch.testing.assert_close(load_teacher(str(teacher), 9)(pixels), model((resized - mean) / std))
 
 
 def test_a_supervised_runs_teacher_is_the_network_that_the_run_evaluated(tmp_path):
     arguments = ("--head.kind=linear", "--head.pooling=mean", "--model.position=sincos_2d", "--optim.average=0.5")
     train(tmp_path, *arguments)
-    teacher = load_teacher(str(tmp_path / "encoder"), 9)
-    logits, labels = held_out_answers(build(*arguments), teacher)
-    loss = F.cross_entropy(logits, labels).item()
+    teacher, task = load_teacher(str(tmp_path / "encoder"), 9), build(*arguments)
+    (batch,) = task.fixed_view_loader.batches(task.held_out_views)
+    loss = F.cross_entropy(teacher(batch.images), batch.labels).item()
     assert loss == pytest.approx(read_metrics(tmp_path, "heldout/loss")[4], rel=1e-5)
 
 
 def test_flops_count_the_teachers_forward_pass(teacher):
     task = build(f"--distill.teacher={teacher}")
-    crop = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    crop = random_images(1)
     of_teacher = executed_flops(task.teacher, crop, backward=False)
     assert task.flops() == executed_flops(task.model, crop) + of_teacher > of_teacher > 0
 
@@ -212,8 +193,8 @@ def test_a_student_starts_from_a_pre_training_run(finished_run, position):
     plain = build_encoder(config).state_dict()
     weights = build_student(config).state_dict()
     assert weights.keys() == plain.keys() | {"pos_embed", "dist_token"}
-    token = weights["pos_embed"][:, 1]
-    weights["pos_embed"] = torch.cat([weights["pos_embed"][:, :1], weights["pos_embed"][:, 2:]], 1)
+    first, token, rest = weights["pos_embed"].tensor_split([1, 2], 1)
+    weights["pos_embed"] = torch.cat([first, rest], 1)
     assert all(torch.equal(weights[name], tensor) for name, tensor in plain.items())
     assert bool((token == 0).all()) == (position == "sincos_2d")
     assert weights["dist_token"].std() == pytest.approx(0.02, rel=0.6)
@@ -239,10 +220,9 @@ def check_refused(folder, reason):
 def test_a_teacher_has_a_head_of_as_many_classes(tmp_path, finished_run, teacher):
     ten = save_timm(tmp_path / "ten", 10)
     check_refused(ten, f"distill.teacher is {ten}; it must be a classifier of one class per image, of 9 as these")
-    a_teacher = "the folder of a finished supervised or fine-tuned run, or a timm folder with"
-    headless = save_timm(tmp_path / "headless", 0)
-    for folder in (headless, finished_run):  # the run has no labels
-        check_refused(folder, f"distill.teacher is {folder}; it must be {a_teacher}")
+    for folder in (save_timm(tmp_path / "headless", 0), finished_run):  # the run has no labels
+        said = f"distill.teacher is {folder}; it must be the folder of a finished .* run, or a timm folder with"
+        check_refused(folder, said)
     check_refused(tmp_path / "nowhere", "it must be a folder")
     check_refused(tmp_path, "no encoder at")
     train(tmp_path / "run")
@@ -263,6 +243,5 @@ def test_a_comparison_knows_a_training_by_the_weights_of_its_teacher(tmp_path, t
     options = {"distill.teacher": str(teacher)}
     entry = EncoderEntry("student", str(tmp_path / "run"), train="supervised", train_options=options)
     (student,) = encoders_of([entry]).values()
-    config = student.settings
-    assert config.distill.teacher_sha256 == sha256_of(teacher / "model.safetensors")
-    assert relevant_settings(config)["distill.teacher_sha256"] == config.distill.teacher_sha256
+    digest = sha256_of(teacher / "model.safetensors")
+    assert relevant_settings(student.settings)["distill.teacher_sha256"] == digest

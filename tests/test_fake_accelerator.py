@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 
 import fake_accelerator
 import pytest
-from conftest import TINY, weights_of
+from conftest import ONLY_MASKED, TINY, tiny_without, weights_of
 from server import Command
 from test_distill import save_timm
 
@@ -22,8 +22,9 @@ pytestmark = [
     pytest.mark.rehearsal,
     pytest.mark.skipif(not fake_accelerator.HERE, reason="this torch has no devices in Python"),
 ]
-STEPS = ("--run.steps=6", "--run.log_every=3", "--run.checkpoint_every=100", "--data.eval_images=16")
-SMALL = (*(word for word in TINY if not word.startswith(("--run.steps", "--run.log", "--run.checkpoint"))), *STEPS)
+
+SIX = ("--run.steps=6", "--run.log_every=3", "--run.checkpoint_every=100", "--data.eval_images=16")
+SMALL = (*TINY, *SIX)
 BETWEEN = ("update", "between")  # two logged steps
 LOGGED = {  # where the host waits when a step is logged
     "index by a mask in metrics.measure_predictions",  # the accuracy on corrupted patches, by what became of them
@@ -42,7 +43,6 @@ def side_by_side(**choices: list[str]) -> dict[str, list[str]]:
     return {" ".join(filter(None, run)): [word for word in run if word] for run in runs}
 
 
-UNSEEN = ["--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0"]
 PRETRAIN = side_by_side(
     **{
         "objective.name": [name for name in OBJECTIVES if name != "features"],
@@ -51,16 +51,14 @@ PRETRAIN = side_by_side(
         "optim.name": choices(OptimConfig, "name")[1:],
     }
 )
-PRETRAIN |= {f"network {name}": [f"--network.name={name}", *UNSEEN] for name in NETWORKS if name != "predictor"}
+PRETRAIN |= {f"network {name}": [f"--network.name={name}", *ONLY_MASKED] for name in NETWORKS if name != "predictor"}
 PRETRAIN |= {
     "bf16": ["--run.precision=bf16", "--optim.name=muon"],
-    "residual stream in bf16": ["--run.precision=bf16", "--model.residual=bf16", *UNSEEN, "--network.name=autoencoder"],
-    "MAE": ["--network.name=autoencoder", "--objective.name=pixels", "--objective.normalize=patch", *UNSEEN],
+    "residual in bf16": ["--run.precision=bf16", "--model.residual=bf16", *ONLY_MASKED, "--network.name=autoencoder"],
+    "MAE": ["--network.name=autoencoder", "--objective.name=pixels", "--objective.normalize=patch", *ONLY_MASKED],
     "positions in every block, Polyak average": ["--model.position_at=every", "--optim.average=0.9"],
     "the same positions, accumulation": ["--model.position_at=every_shared", "--data.batch_size=3"],
-    "axial, stride, activation checkpointing": [
-        *("--model.mixing=axial", "--model.stride=4", "--model.activation_checkpointing=true")
-    ],
+    "axial, stride, recomputed": ["--model.mixing=axial", "--model.stride=4", "--model.activation_checkpointing=true"],
     "SimMIM": ["--objective.name=pixels", "--objective.loss=l1", "--corruption.pattern=blocks"],
     "a moving average as teacher, fused attention": ["--objective.name=features", "--model.attention=fused"],
     "dropout, layer decay": ["--model.dropout=0.1", "--model.drop_path=0.1", "--optim.layer_decay=0.7"],
@@ -69,10 +67,10 @@ PRETRAIN |= {
 }
 
 
-def on_device(module: str, folder, *arguments: str, then: tuple[str, ...] = ()) -> dict[str, set[str]]:
+def on_device(module: str, folder, *arguments: str) -> dict[str, set[str]]:
     """When -> where the host waited for the device."""
     file = folder / "waits.json"
-    run = Command(module, *arguments, *then, prepare=partial(fake_accelerator.pretend, file))
+    run = Command(module, *arguments, prepare=partial(fake_accelerator.pretend, file))
     assert run.wait() == [0], run.said[-3000:]
     waits: dict[str, set[str]] = {}
     for when, place in json.loads(file.read_text()):
@@ -114,14 +112,11 @@ def test_a_run_that_is_stopped_goes_on(tmp_path, tally):
 
 @pytest.mark.parametrize("command", ["supervised", "soft", "contrastive", "finetune"])
 def test_other_trainings(tmp_path, trained, command, tally):
-    options = [*SMALL, f"--run.dir={tmp_path / 'new'}"]
-    if command != "contrastive":
-        options = [word for word in options if not word.startswith("--probe")]
-    if command == "soft":
-        options += [f"--distill.teacher={save_timm(tmp_path / 'teacher', 9)}", "--distill.kind=soft"]
-    if command == "finetune":
-        options = [word for word in options if not word.startswith("--model")]
-        options += [f"--encoder={trained}", "--lrs=0.1"]
+    own = {"supervised": [], "contrastive": []}
+    own["soft"] = [f"--distill.teacher={save_timm(tmp_path / 'teacher', 9)}", "--distill.kind=soft"]
+    own["finetune"] = [f"--encoder={trained}", "--lrs=0.1"]
+    unknown = {"contrastive": [], "finetune": ["--probe", "--model"]}.get(command, ["--probe"])
+    options = [*tiny_without(*unknown), *SIX, *own[command], f"--run.dir={tmp_path / 'new'}"]
     on_device("supervised" if command == "soft" else command, tmp_path, *options)
     tally("fake accelerator: supervised, from a teacher, fine-tuning, SimCLR", 1)
 
@@ -129,7 +124,7 @@ def test_other_trainings(tmp_path, trained, command, tally):
 @pytest.mark.parametrize("command", ["features", "fewshot", "knn", "linear", "visualize"])
 def test_judging(tmp_path, trained, command, tally):
     own = {"linear": ["--l2=0.001", "--iterations=5"]}
-    own |= {"visualize": [f"--pictures={json.dumps(EVERY)}", "--images=2", "--attention_images=4"]}
-    options = own.get(command, []) if command == "visualize" else ["--data.workers=0", *own.get(command, [])]
-    on_device(command, tmp_path, f"--encoder={trained}", f"--out={tmp_path / 'out'}", *options)
+    own["visualize"] = [f"--pictures={json.dumps(EVERY)}", "--images=2", "--attention_images=4"]
+    words = (f"--encoder={trained}", f"--out={tmp_path / 'out'}", "--data.workers=0")
+    on_device(command, tmp_path, *words, *own.get(command, []))
     tally("fake accelerator: features, few-shot, kNN, linear probe, pictures", 1)

@@ -19,14 +19,27 @@ import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import psutil
 import pytest
-from conftest import HANGS, ROOT, TINY, encoded, picture, read_metrics, start_command, wait_until, weights_of
+from conftest import (
+    HANGS,
+    ROOT,
+    TINY,
+    encoded,
+    picture,
+    read_metrics,
+    same,
+    start_command,
+    tiny_without,
+    wait_until,
+    weights_of,
+    write_pictures,
+)
 from PIL import Image
 from server import (
     Command,
@@ -50,8 +63,7 @@ from mpp.data.decoding.decode import decode
 from mpp.errors import UnreadableImage
 from mpp.runtime import signals
 from mpp.runtime.processes import set_timeout
-from mpp.runtime.signals import ECHO, EXIT_CODE, MARKER
-from mpp.training import checkpoint
+from mpp.runtime.signals import EXIT_CODE, MARKER
 from mpp.training.checkpoint import newest_step
 
 pytestmark = pytest.mark.faults
@@ -60,20 +72,14 @@ SELDOM = ("--run.eval_every=100000", "--run.checkpoint_every=100000")
 LONG = (*SELDOM, "--run.steps=100000", "--data.workers=1", "--data.cache_gb=0")
 
 
-def last_step(folder: Path) -> int:
+def last_step(folder):
     """The last step that was logged."""
     return max(read_metrics(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
 
 
-def is_writing(folder: Path) -> bool:
+def is_writing(folder):
     """Whether a checkpoint is being written right now."""
     return any((folder / "checkpoints").glob(".step_*"))
-
-
-def same(one: Path, other: Path) -> None:
-    """Two runs have the same bits."""
-    assert weights_of(one) == weights_of(other)
-    assert read_metrics(one) == read_metrics(other)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,7 @@ def undisturbed(tmp_path_factory):
     """undisturbed("--run.steps=8", processes=2): the folder of such a run, which is carried out once."""
     known: dict[str, Path] = {}
 
-    def run(*options: str, **how) -> Path:
+    def run(*options, **how):
         key = repr((options, how))
         if key not in known:
             known[key] = tmp_path_factory.mktemp("undisturbed") / "run"
@@ -91,12 +97,12 @@ def undisturbed(tmp_path_factory):
     return run
 
 
-def unhurried() -> None:
+def unhurried():
     """An update takes 5 ms at least: between two checkpoints the test has time to act, on any machine."""
     at_update(None, lambda rank: time.sleep(0.005))
 
 
-def kill_and_resume(start: Callable[[], Command], folder: Path, kills: int) -> int:
+def kill_and_resume(start, folder, kills):
     """Kill a run so many times, each time after it resumed and passed a checkpoint; then let it finish.
 
     Every other kill is aimed at the writing of a checkpoint.
@@ -146,16 +152,13 @@ def test_kills_of_pretraining(tmp_path, tally, undisturbed, kind):
 
 @pytest.mark.parametrize("module", ["supervised", "finetune"])
 def test_3_kills_of_learning_from_labels(tmp_path, tally, module):
-    unknown = "--probe" if module == "supervised" else ("--probe", "--model")
-    options = [word for word in TINY if not word.startswith(unknown)]
-    options += ["--run.steps=150", "--run.checkpoint_every=5", "--optim.average=0.9"]
-    inner = ""
+    common = ("--run.steps=150", "--run.checkpoint_every=5", "--optim.average=0.9")
     if module == "supervised":
-        options.append(SELDOM[0])
+        options, inner = [*tiny_without("--probe"), *common, SELDOM[0]], ""
     else:
         finish(begin(tmp_path / "encoder"))
+        options, inner = [*tiny_without("--probe", "--model"), *common], "lr_0.1"
         options += [f"--encoder={tmp_path / 'encoder'}", "--lrs=0.1"]
-        inner = "lr_0.1"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(Command(module, *options, f"--run.dir={whole}"))
     start = partial(Command, module, *options, f"--run.dir={killed}", prepare=unhurried)
@@ -165,15 +168,12 @@ def test_3_kills_of_learning_from_labels(tmp_path, tally, module):
 
 
 SIGNALS = {  # what is tallied -> the signal, and how the run is started
-    "SIGTERM, 1 process": (signal.SIGTERM, dict(processes=1)),
-    "SIGINT, 1 process": (signal.SIGINT, dict(processes=1)),
-    "SIGHUP, 1 process": (signal.SIGHUP, dict(processes=1)),
-    "SIGTERM, 2 processes": (signal.SIGTERM, dict(processes=2)),
-    "SIGINT, 2 processes": (signal.SIGINT, dict(processes=2)),
-    "SIGHUP, 2 processes": (signal.SIGHUP, dict(processes=2)),
-    "SIGTERM, 2 processes that share the weights": (signal.SIGTERM, dict(processes=2, sharded=True)),
-    "SIGTERM to one of two processes": (signal.SIGTERM, dict(processes=2)),
+    f"{number.name}, processes: {processes}": (number, dict(processes=processes))
+    for number in signals.SIGNALS
+    for processes in (1, 2)
 }
+SIGNALS["SIGTERM, 2 processes that share the weights"] = (signal.SIGTERM, dict(processes=2, sharded=True))
+SIGNALS["SIGTERM to one of two processes"] = (signal.SIGTERM, dict(processes=2))
 
 
 @pytest.mark.parametrize("kind", SIGNALS)
@@ -202,7 +202,7 @@ def test_preemption(tmp_path, tally, undisturbed, kind):
     tally(kind, 1)
 
 
-def launch(folder: Path, *options: str) -> subprocess.Popen:
+def launch(folder, *options):
     """Two processes by the real launcher."""
     words = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
     return start_command(*words, "mpp/pretrain.py", *TINY, *options, f"--run.dir={folder}")
@@ -230,7 +230,7 @@ def test_a_closed_terminal_stops_a_run_that_still_writes_to_it(tmp_path, tally):
     run = subprocess.Popen(words, **streams, start_new_session=True, preexec_fn=opened, cwd=ROOT)
     os.close(inside)
 
-    def is_training() -> bool:
+    def is_training():
         with contextlib.suppress(BlockingIOError):
             os.read(terminal, 2**16)  # else it is full
         return last_step(tmp_path / "run") >= 3
@@ -244,7 +244,7 @@ def test_a_closed_terminal_stops_a_run_that_still_writes_to_it(tmp_path, tally):
     tally("a closed terminal (SIGHUP)", 1)
 
 
-def linger() -> None:
+def linger():
     """Evaluation says when it begins, and takes until there is a signal."""
     from evaluation.supervised import Classification
 
@@ -259,22 +259,22 @@ def linger() -> None:
 
 
 def test_a_signal_in_a_last_evaluation_ends_fine_tuning_after_that_run(tmp_path, tally):
-    sized = [word for word in TINY if not word.startswith(("--probe", "--model"))]
     finish(begin(tmp_path / "encoder"))
-    options = [*sized, f"--encoder={tmp_path / 'encoder'}", "--lrs=[0.1,0.01]", f"--run.dir={tmp_path / 'run'}"]
-    run = Command("finetune", *options, prepare=linger)
-    wait_until(lambda: (tmp_path / "run" / "dev_lr_0.1" / "evaluating").exists(), of=run)
+    options = [f"--encoder={tmp_path / 'encoder'}", "--lrs=[0.1,0.01]", f"--run.dir={tmp_path / 'run'}"]
+    start = partial(Command, "finetune", *tiny_without("--probe", "--model"), *options)
+    run = start(prepare=linger)
+    first = tmp_path / "run" / "dev_lr_0.1"
+    wait_until((first / "evaluating").exists, of=run)
     run.signal(15)
     assert run.wait() == [EXIT_CODE], run.said[-2000:]
-    first = tmp_path / "run" / "dev_lr_0.1"
     assert (first / "encoder").is_dir() and (first / MARKER).exists()
     assert not (tmp_path / "run" / "dev_lr_0.01").exists()
-    finish(Command("finetune", *options))
+    finish(start())
     assert (tmp_path / "run" / "finetune.json").exists() and not (first / MARKER).exists()
     tally("SIGTERM between the runs of fine-tuning", 1)
 
 
-def dawdle() -> None:
+def dawdle():
     """Building the dataset takes for ever."""
     import mpp.pretrain
 
@@ -303,33 +303,26 @@ def test_a_signal_while_the_dataset_is_built_ends_at_once(tmp_path, tally, has_b
     tally("SIGTERM while the dataset is built" if has_begun else "SIGTERM before a run has begun", 1)
 
 
-def stall(folder: Path) -> None:
-    """Checkpoints take for ever. Each signal is noted, and what time it is then, a file says."""
+def stall(file):
+    """Checkpoints take for ever; a file says that one is begun. There is no echo of a signal."""
+    from mpp.training import loop
 
-    def now() -> float:
-        with (folder / "signals").open("a") as file:
-            file.write("heard\n")
-        return 2 * ECHO * (folder / "later").exists()
-
-    checkpoint.save_checkpoint = lambda *args: time.sleep(10 * HANGS)
-    signals.time = SimpleNamespace(monotonic=now, sleep=time.sleep)
+    loop.save_checkpoint = lambda *args: (file.touch(), time.sleep(10 * HANGS))
+    signals.ECHO = 0.0
 
 
 def test_a_second_signal_ends_at_once(tmp_path, tally):
-    run = begin(tmp_path / "run", *LONG, prepare=partial(stall, tmp_path))
-    signals = tmp_path / "signals"
+    """The first waits for its checkpoint. Echoes: test_preemption.py."""
+    run = begin(tmp_path / "run", *LONG, prepare=partial(stall, tmp_path / "stalled"))
     wait_until(lambda: last_step(tmp_path / "run") >= 3, of=run)
-    for count in (1, 2):  # a signal and its echo
-        run.signal(15)
-        wait_until(lambda count=count: signals.exists() and signals.read_text().count("heard") == count, of=run)
-    assert not run.ended  # it waits for its checkpoint
-    (tmp_path / "later").touch()
+    run.signal(15)
+    wait_until((tmp_path / "stalled").exists, of=run)
     run.signal(15)
     assert run.wait() == [128 + 15]
     tally("a second SIGTERM", 1)
 
 
-def fill_disk() -> None:
+def fill_disk():
     """Metrics fit, from update 5 on the optimiser's state does not."""
     at_update(5, lambda rank: limit_files(100_000))
 
@@ -338,16 +331,17 @@ def test_a_folder_that_cannot_be_written(tmp_path, tally, undisturbed):
     """A file where the checkpoints' folder should be: permission bits do not stop root."""
     folder = tmp_path / "run"
     assert begin(folder, prepare=partial(die_at, 1)).wait() == [-signal.SIGKILL]
-    (folder / "checkpoints").write_text("in the way")
+    in_the_way = folder / "checkpoints"
+    in_the_way.touch()
     fails(begin(folder), "step_00000002: the checkpoint cannot be written", "of steps []")
-    (folder / "checkpoints").unlink()
+    in_the_way.unlink()
     finish(begin(folder))
     same(undisturbed(), folder)
     fails(begin(folder / "config.yaml"))
     tally("a file where a folder should be", 2)
 
 
-def broken_files() -> dict[str, bytes]:
+def broken_files():
     """A file of every sort that is not as it should be; those that no reader can show begin with `bad`."""
     jpeg, png = encoded(picture(1), "JPEG"), encoded(picture(2))
     deep = Image.fromarray(picture(4)[..., 0].astype(np.uint16) * 257)
@@ -366,7 +360,7 @@ def broken_files() -> dict[str, bytes]:
     }
 
 
-def huge_png(side: int = 60_000) -> bytes:
+def huge_png(side=60_000):
     """A whole PNG of 60,000 x 60,000 black pixels, 450 MB of them before compression, in half a megabyte."""
     packer, row = zlib.compressobj(9), bytes(1 + side // 8)
     rows = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
@@ -378,10 +372,9 @@ def huge_png(side: int = 60_000) -> bytes:
 
 def test_one_file_in_twenty_is_broken(tmp_path, tally):
     files = broken_files()
+    whole = {f"{number:03d}.png": encoded(picture(number)) for number in range(19 * len(files))}
     (tmp_path / "images").mkdir()
-    for number in range(19 * len(files)):
-        (tmp_path / "images" / f"{number:03d}.png").write_bytes(encoded(picture(number)))
-    for name, data in files.items():
+    for name, data in (files | whole).items():
         (tmp_path / "images" / name).write_bytes(data)
     finish(begin(tmp_path / "run", f"--data.path={tmp_path / 'images'}", "--run.steps=60", "--data.workers=2"))
     named = {Path(line.split(": ")[0]).name for line in (tmp_path / "run" / "unreadable.txt").read_text().splitlines()}
@@ -393,22 +386,12 @@ def test_one_file_in_twenty_is_broken(tmp_path, tally):
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """A folder of 12 images, for all tests of a worker."""
-    folder = tmp_path_factory.mktemp("mounted") / "images"
-    folder.mkdir()
-    for number in range(12):
-        (folder / f"{number:02d}.png").write_bytes(encoded(picture(number)))
-    return folder
+    return write_pictures(tmp_path_factory.mktemp("mounted") / "images", 12)
 
 
 @pytest.mark.parametrize(
     ("processes", "back", "accumulation"),
-    [
-        (1, True, []),
-        (1, False, []),
-        (2, True, []),
-        (2, False, []),
-        pytest.param(2, False, ["--data.batch_size=1"], id="2-False-in the middle of a step"),
-    ],
+    [*product((1, 2), (True, False), [()]), (2, False, ("--data.batch_size=1",))],  # the last: in the middle of a step
 )
 def test_images_go_away_while_a_run_reads_them(tmp_path, images, tally, undisturbed, processes, back, accumulation):
     """A mount drops. It comes back while reads are tried again, or only after the run has ended."""
@@ -438,7 +421,7 @@ def test_images_go_away_while_a_run_reads_them(tmp_path, images, tally, undistur
     tally(f"images go away and come back, {'while they are tried again' if back else 'after the run ended'}", 1)
 
 
-def refuse(data: bytes, answer) -> None:
+def refuse(data, answer):
     """Decode a bomb; send the error and by how many MB the memory's peak grew."""
     decode(encoded(picture(0)), ImagesConfig())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -459,7 +442,7 @@ def test_a_bomb_is_refused_in_little_memory(tally):
     tally("decompression bomb", 1)
 
 
-def deadly(slow: bool) -> None:
+def deadly(slow):
     """Decoding the image 07.png kills the process, as a fault in a decoder or a lack of memory does."""
     from mpp.data.decoding import decode as decoding
     from mpp.training.loop import TrainingStep
@@ -470,7 +453,7 @@ def deadly(slow: bool) -> None:
         TrainingStep.begin = lambda *args, **kwargs: (time.sleep(0.3), begin_step(*args, **kwargs))[1]
 
 
-def small_shared_memory() -> None:
+def small_shared_memory():
     """This process has a /dev/shm of 64 MB, as in a container of Docker's."""
     mount_apart()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"], check=True)
@@ -486,7 +469,7 @@ def test_shared_memory_of_64_mb(tmp_path, tally):
     tally("little shared memory", 1)
 
 
-def stuck() -> None:
+def stuck():
     """After its first batch, reading an image never returns from C; and the run fails meanwhile."""
     from itertools import count
 
@@ -504,11 +487,11 @@ def stuck() -> None:
     TrainingStep.begin = fail
 
 
-def lose_a_fork(file: Path) -> None:
+def lose_a_fork(file):
     """The first loader process hangs in its fork, as one that waits for a lock which nobody will open."""
     workers.START_TIMEOUT_S = 5.0
 
-    def hang() -> None:
+    def hang():
         with contextlib.suppress(FileExistsError):
             file.touch(exist_ok=False)
             time.sleep(HANGS)
@@ -523,7 +506,7 @@ def test_a_loader_process_that_does_not_begin_is_started_again(tmp_path, tally, 
     tally("a loader process hangs in its fork", 1)
 
 
-def lack_a_batch(take_number: int) -> None:
+def lack_a_batch(take_number):
     """On the first of two processes, images cannot be read at this take (from 1) of a batch."""
     from mpp.errors import ReadFailed
     from mpp.training.loop import Loop
@@ -540,7 +523,7 @@ def lack_a_batch(take_number: int) -> None:
     Loop.load_batch = failing_load
 
 
-def lack_a_view(rank: str, number: int) -> None:
+def lack_a_view(rank, number):
     """On a process of this rank, this held-out view (from 1) since training began cannot be read."""
     from mpp.data.views import FIXED_VIEW, ViewDataset
     from mpp.errors import ReadFailed
@@ -564,7 +547,7 @@ def lack_a_view(rank: str, number: int) -> None:
     ViewDataset.__getitem__, TrainingStep.finish = failing_view, noted
 
 
-def poison() -> None:
+def poison():
     """On the second of two processes, the gradient of step 5 is infinite."""
     from mpp.training.loop import TrainingStep
 
@@ -645,10 +628,10 @@ def test_one_of_two_processes_dies(tmp_path, tally, undisturbed):
     tally("one of two processes dies", 1)
 
 
-def freeze() -> None:
+def freeze():
     """The second of two processes stops in update 5; from then on the other waits for so many seconds, not minutes."""
 
-    def act(rank: int) -> None:
+    def act(rank):
         set_timeout(timedelta(seconds=5))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -698,7 +681,7 @@ def test_5000_steps_leak_nothing(tmp_path, tally):
         time.sleep(0.1)
     finish(run)
 
-    def used(low: int, high: int) -> tuple[float, float]:
+    def used(low, high):
         """Most gigabytes between two steps, and the usual number of open files: evaluations open some for a while."""
         memory = read_metrics(folder, "speed/memory_gb")
         gigabytes = max(value for step, value in memory.items() if low < step <= high)

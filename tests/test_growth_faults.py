@@ -4,29 +4,23 @@ import os
 import shutil
 import signal
 from functools import partial
-from pathlib import Path
 
 import pytest
-from conftest import TINY, read_metrics, wait_until, weights_of
-from server import Command, die_at, fails, finish, limit_files, wait_at
+from conftest import read_metrics, same, wait_until, weights_of
+from server import begin, die_at, fails, finish, limit_files, wait_at
 
 from mpp.training import run_folder
 from mpp.training.checkpoint import kept_steps
 
 pytestmark = pytest.mark.faults
 
-TRUNK = (*TINY, "--optim.schedule=constant", "--run.keep_at=[2]", "--run.keep_checkpoints=1", "--run.steps=6")
-COOLED = (*TINY, "--optim.schedule=wsd", "--optim.cooldown=0.5")
+TRUNK = ("--optim.schedule=constant", "--run.keep_at=[2]", "--run.keep_checkpoints=1", "--run.steps=6")
+COOLED = ("--optim.schedule=wsd", "--optim.cooldown=0.5")
 COPIED = 6
 """Files that a branch copies: metrics.jsonl, data.json, and four of the checkpoint."""
 
 
-def train(*words: str, folder: Path, **how) -> None:
-    """Pre-train to the end in a folder."""
-    finish(Command("pretrain", *words, f"--run.dir={folder}", **how))
-
-
-def branch_of(trunk: Path) -> str:
+def branch_of(trunk):
     return f"--run.branch_from={trunk}@2"
 
 
@@ -36,12 +30,11 @@ def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(tmp_path, two_shard
     how = dict(processes=2, sharded=kind == "sharded")
     images = () if how["sharded"] else (f"--data.path={two_shards}", "--data.streaming=true")
     whole, trunk, branch = (tmp_path / name for name in ("whole", "trunk", "branch"))
-    train(*COOLED, *images, folder=whole, **how)
-    train(*TRUNK, *images, folder=trunk, **how)
+    finish(begin(whole, *COOLED, *images, **how))
+    finish(begin(trunk, *TRUNK, *images, **how))
     if images:
-        one = Command("pretrain", *COOLED, *images, branch_of(trunk), f"--run.dir={branch}")
-        fails(one, "the number of processes is 1; it must be 2")
-    train(*COOLED, *images, branch_of(trunk), folder=branch, **how)
+        fails(begin(branch, *COOLED, *images, branch_of(trunk)), "the number of processes is 1; it must be 2")
+    finish(begin(branch, *COOLED, *images, branch_of(trunk), **how))
     assert weights_of(branch) == weights_of(whole) != weights_of(trunk)
     for scalar in ("loss", "compute/pflop", "optim/lr"):
         assert read_metrics(branch, scalar) == read_metrics(whole, scalar)
@@ -51,27 +44,25 @@ def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(tmp_path, two_shard
 def test_kills_in_the_trunk_and_in_the_branch(tmp_path, tally, processes):
     """Each at every step; the same command then goes on."""
     options = ("--run.checkpoint_every=1", "--run.keep_checkpoints=2")
-    train(*COOLED, *options, folder=tmp_path / "whole", processes=processes)
+    finish(begin(tmp_path / "whole", *COOLED, *options, processes=processes))
     trunk = (*TRUNK, *options, "--run.steps=3")
     cooled = (*COOLED, *options, branch_of(tmp_path / "trunk"))
     kills = 0
     for words, folder, steps in ((trunk, tmp_path / "trunk", (1, 2)), (cooled, tmp_path / "branch", (2, 3))):
         for step in steps:
-            prepare = partial(die_at, step)
-            run = Command("pretrain", *words, f"--run.dir={folder}", processes=processes, prepare=prepare)
+            run = begin(folder, *words, processes=processes, prepare=partial(die_at, step))
             assert run.wait() == [-signal.SIGKILL] * processes, run.said
             kills += 1
-        train(*words, folder=folder, processes=processes)
-    assert weights_of(tmp_path / "branch") == weights_of(tmp_path / "whole")
-    assert read_metrics(tmp_path / "branch") == read_metrics(tmp_path / "whole")
+        finish(begin(folder, *words, processes=processes))
+    same(tmp_path / "branch", tmp_path / "whole")
     tally("SIGKILL, trunk and branch", kills)
 
 
-def die_in_copy(number: int) -> None:
+def die_in_copy(number):
     """SIGKILL when half of a file is copied: the first file of a branch is number 0."""
     copied = []
 
-    def dies(source: Path, target: Path) -> None:
+    def dies(source, target):
         content = source.read_bytes()
         if len(copied) == number:
             target.write_bytes(content[: len(content) // 2])
@@ -84,20 +75,18 @@ def die_in_copy(number: int) -> None:
 
 def test_kills_while_a_branch_copies(tmp_path, tally):
     """In each file; the command that then goes on need not name the trunk."""
-    train(*COOLED, folder=tmp_path / "whole")
-    train(*TRUNK, folder=tmp_path / "trunk")
-    words = (*COOLED, f"--run.dir={tmp_path / 'branch'}")
+    finish(begin(tmp_path / "whole", *COOLED))
+    finish(begin(tmp_path / "trunk", *TRUNK))
     branch_from = branch_of(tmp_path / "trunk")
     for number in range(COPIED):
-        run = Command("pretrain", *words, branch_from, prepare=partial(die_in_copy, number))
+        run = begin(tmp_path / "branch", *COOLED, branch_from, prepare=partial(die_in_copy, number))
         assert run.wait() == [-signal.SIGKILL], run.said
         assert kept_steps(tmp_path / "branch") == []
     shutil.copytree(tmp_path / "branch", tmp_path / "unnamed")
-    train(*COOLED, branch_from, folder=tmp_path / "branch")
-    train(*COOLED, folder=tmp_path / "unnamed")
+    finish(begin(tmp_path / "branch", *COOLED, branch_from))
+    finish(begin(tmp_path / "unnamed", *COOLED))
     for folder in (tmp_path / "branch", tmp_path / "unnamed"):
-        assert weights_of(folder) == weights_of(tmp_path / "whole")
-        assert read_metrics(folder) == read_metrics(tmp_path / "whole")
+        same(folder, tmp_path / "whole")
         assert not [path for path in folder.rglob(".*") if "partial" in path.name]
     tally("SIGKILL while a branch copies its checkpoint", COPIED)
 
@@ -105,24 +94,24 @@ def test_kills_while_a_branch_copies(tmp_path, tally):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_full_disk_while_a_branch_copies(tmp_path, tally, processes):
     options = ("--model.width=48", "--run.trackers=[]")
-    train(*COOLED, *options, folder=tmp_path / "whole", processes=processes)
-    train(*TRUNK, *options, folder=tmp_path / "trunk", processes=processes)
+    finish(begin(tmp_path / "whole", *COOLED, *options, processes=processes))
+    finish(begin(tmp_path / "trunk", *TRUNK, *options, processes=processes))
     words = (*COOLED, *options, branch_of(tmp_path / "trunk"))
     how = dict(processes=processes, prepare=partial(limit_files, 100_000))  # the optimiser's state has more
-    fails(Command("pretrain", *words, f"--run.dir={tmp_path / 'branch'}", **how), "File too large")
+    fails(begin(tmp_path / "branch", *words, **how), "File too large")
     assert kept_steps(tmp_path / "branch") == [] and not list((tmp_path / "branch" / "checkpoints").iterdir())
-    train(*words, folder=tmp_path / "branch", processes=processes)
+    finish(begin(tmp_path / "branch", *words, processes=processes))
     assert weights_of(tmp_path / "branch") == weights_of(tmp_path / "whole")
     tally("full disk while a branch copies its checkpoint", 1)
 
 
 def test_a_trunk_that_is_still_being_trained(tmp_path):
-    train(*COOLED, folder=tmp_path / "whole")
-    train(*TRUNK, folder=tmp_path / "undisturbed")
+    finish(begin(tmp_path / "whole", *COOLED))
+    finish(begin(tmp_path / "undisturbed", *TRUNK))
     trunk, go_on = tmp_path / "trunk", tmp_path / "go on"
-    training = Command("pretrain", *TRUNK, f"--run.dir={trunk}", prepare=partial(wait_at, 5, go_on))
+    training = begin(trunk, *TRUNK, prepare=partial(wait_at, 5, go_on))
     wait_until(lambda: kept_steps(trunk) == [2, 4], of=training)
-    train(*COOLED, branch_of(trunk), folder=tmp_path / "branch")
+    finish(begin(tmp_path / "branch", *COOLED, branch_of(trunk)))
     assert not training.ended
     go_on.touch()
     finish(training)

@@ -24,8 +24,7 @@ pytestmark = [
     pytest.mark.skipif(bool(LACKING), reason=f"no hosts here: {', '.join(LACKING)} missing (tests/rehearsals)"),
 ]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-LONG = (*(word for word in TINY if "steps" not in word), "--run.steps=60", "--run.eval_every=1000")
-LONG = (*LONG, "--run.checkpoint_every=5")
+LONG = (*TINY, "--run.steps=60", "--run.eval_every=1000", "--run.checkpoint_every=5")
 
 
 class Hosts:
@@ -116,8 +115,7 @@ def patient() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["data-parallel", "sharded"])
 def test_two_hosts_train_as_one(hosts, undisturbed, tmp_path, sharded, tally):
-    run = hosts.start(tmp_path / "run", sharded=sharded)
-    finish(run)
+    finish(hosts.start(tmp_path / "run", sharded=sharded))
     assert weights_of(tmp_path / "run") == undisturbed[sharded]
     tally("two hosts, data-parallel and sharded: the bits of one host *", 1)
 
@@ -165,8 +163,7 @@ def test_a_slow_link(hosts, undisturbed, tmp_path, tally):
     for host, name in enumerate(hosts.names):
         limit = ("tbf", "rate", "2mbit", "burst", "32kb", "latency", "50ms")
         hosts.inside(host, "tc", "qdisc", "replace", "dev", name, "root", *limit)
-    run = hosts.start(tmp_path / "run")
-    finish(run)
+    finish(hosts.start(tmp_path / "run"))
     for host, name in enumerate(hosts.names):
         hosts.inside(host, "tc", "qdisc", "delete", "dev", name, "root")
     assert weights_of(tmp_path / "run") == undisturbed[False]

@@ -42,7 +42,7 @@ def random_patches(count=3, side=4):
     return torch.randint(0, 256, (2, count, 3, side, side), dtype=torch.uint8)
 
 
-def by_hand(patch: np.ndarray, bits: int) -> int:
+def by_hand(patch, bits):
     """Colour class of (3, H, W) in exact fractions: v in [k / L, (k + 1) / L) is level k, and 1 is level L - 1."""
     levels = 2**bits
     number = 0

@@ -5,8 +5,10 @@ from functools import partial
 import pytest
 import timm
 import torch
+from model_inputs import HALVES, names_where, scales_of
 
 from mpp.config import ModelConfig, OptimConfig
+from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
 from mpp.training import muon
@@ -14,7 +16,7 @@ from mpp.training.optim import build_optimizer, learning_rate, parameter_groups
 
 
 def predictor(**model):
-    return MaskedPatchPredictor(build_encoder(ModelConfig(**{"depth": 1} | model)), 5, (0.5,) * 3, (0.5,) * 3)
+    return MaskedPatchPredictor(build_encoder(ModelConfig(**{"depth": 1} | model)), 5, *HALVES)
 
 
 @pytest.mark.parametrize(("schedule", "halfway", "last"), [("cosine", 0.5, 0), ("linear", 0.5, 0), ("constant", 1, 1)])
@@ -51,14 +53,13 @@ def test_muon_is_for_the_blocks_matrices_and_they_decay_and_filters(name, more, 
     model = predictor(name=name, width=16, heads=2)
     optimizer = build_optimizer(model, OptimConfig(name="muon", weight_decay=0.3))
 
-    def names_where(chosen):
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        found = [names[id(p)] for group in optimizer.param_groups if chosen(group) for p in group["params"]]
-        return {each for each in found if not each.startswith("encoder.patch_embed.backbone.")}  # a hybrid's CNN
+    def found(chosen):
+        names = names_where(model, optimizer, chosen)
+        return {each for each in names if not each.startswith("encoder.patch_embed.backbone.")}  # a hybrid's CNN
 
-    assert names_where(lambda group: group["use_muon"]) == MATRICES
-    assert names_where(lambda group: group["weight_decay"] == 0.3) == MATRICES | FILTERS
-    assert names_where(lambda group: group["weight_decay"] == 0) == (ALL_ELSE | more) - fewer
+    assert found(lambda group: group["use_muon"]) == MATRICES
+    assert found(lambda group: group["weight_decay"] == 0.3) == MATRICES | FILTERS
+    assert found(lambda group: group["weight_decay"] == 0) == (ALL_ELSE | more) - fewer
 
 
 def test_sgd_has_momentum_by_hand():
@@ -69,11 +70,6 @@ def test_sgd_has_momentum_by_hand():
         layer.weight.grad = torch.ones(1, 1)
         optimizer.step()
         assert layer.weight.item() == pytest.approx(expected)
-
-
-def test_muon_needs_blocks():
-    with pytest.raises(ValueError, match=r"optim\.name is muon, .* must be adam"):
-        build_optimizer(timm.create_model("test_resnet"), OptimConfig(name="muon"))
 
 
 @pytest.mark.parametrize(("native", "together"), [(True, 2**24), (False, 600)], ids=["bf16, all", "fp32, few"])
@@ -122,34 +118,30 @@ def test_an_average_is_updated_once_a_step_after_timms_own_muon_was_built():
         torch.testing.assert_close(optimizer.state[model.head.weight]["average"], average)
 
 
-POOLINGS = {
-    "token": ("vit_tiny_patch16_224", dict(depth=3)),
-    "avg": ("vit_tiny_patch16_224", dict(depth=3, global_pool="avg")),
-    "axial, relative": ("mpp_vit", dict(depth=3, embed_dim=48, num_heads=3, mixing="axial", position="relative")),
-    "norm in the head": ("test_convnext", {}),
-}
-
-
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_layers_rates_are_timms(pooling):
-    name, options = POOLINGS[pooling]
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mpp_vit", dict(depth=3, embed_dim=48, num_heads=3, mixing="axial", position="relative")),
+        ("test_convnext", {}),  # with a norm in its head
+    ],
+)
+def test_layers_rates_are_timms(name, options):
+    """Those of plain transformers: test_plain.py."""
     timms = timm.create_model(name, num_classes=7, **options)
-    names = {id(parameter): name for name, parameter in timms.named_parameters()}
     groups = timm.optim.param_groups_layer_decay(timms, weight_decay=0.1, layer_decay=0.7)
-    expected = {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
-    classifier = timms.pretrained_cfg["classifier"]
-    model = torch.nn.Module()
-    model.encoder = timm.create_model(name, num_classes=0, **options)
-    model.head = torch.nn.Linear(model.encoder.num_features, 7)
+    encoder = timm.create_model(name, num_classes=0, **options)
+    model = torch.nn.ModuleDict({"encoder": encoder, "head": torch.nn.Linear(encoder.num_features, 7)})
     built = build_optimizer(model, OptimConfig(lr=1.0, layer_decay=0.7))
-    names = {id(p): name.removeprefix("encoder.") for name, p in model.encoder.named_parameters()}
-    names |= {id(p): f"{classifier}.{name}" for name, p in model.head.named_parameters()}
-    found = {names[id(p)]: group["lr_scale"] for group in built.param_groups for p in group["params"]}
-    assert found == pytest.approx(expected)
+    expected = {f"encoder.{name}": scale for name, scale in scales_of(timms, groups).items()}
+    for kind in ("weight", "bias"):
+        expected[f"head.{kind}"] = expected.pop(f"encoder.{timms.pretrained_cfg['classifier']}.{kind}")
+    assert scales_of(model, built.param_groups) == pytest.approx(expected)
 
 
-def test_rates_fall_with_depth_where_timm_knows_the_layers():
-    model = torch.nn.Module()
-    model.encoder = timm.create_model("pit_ti_224", num_classes=0)
-    with pytest.raises(ValueError, match=r"optim\.layer_decay is 0\.7; it must be null for this model"):
+def test_what_a_model_has_not_is_refused():
+    """Blocks whose matrices are Muon's, and layers that timm knows."""
+    with pytest.raises(UserError, match=r"optim\.name is muon, .* must be adam"):
+        build_optimizer(timm.create_model("test_resnet"), OptimConfig(name="muon"))
+    model = torch.nn.ModuleDict({"encoder": timm.create_model("pit_ti_224", num_classes=0)})
+    with pytest.raises(UserError, match=r"optim\.layer_decay is 0\.7; it must be null for this model"):
         build_optimizer(model, OptimConfig(layer_decay=0.7))

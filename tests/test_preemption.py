@@ -5,7 +5,7 @@ import fcntl
 import os
 import signal
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from unittest.mock import Mock
 
 import pytest
@@ -19,10 +19,17 @@ from mpp.runtime.signals import MARKER, Preempted, Preemption
 from mpp.training.run import exclusive
 
 
+@contextmanager
+def training(folder):
+    """A run in this folder that has a step to finish."""
+    with Preemption(Accelerator(cpu=True), folder) as stop:
+        stop.finishes_steps = True
+        yield stop
+
+
 def test_a_signal_is_remembered_while_there_is_a_step_to_finish(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finishes_steps = True
+    with training(tmp_path) as stop:
         assert not stop.agreed()
         assert stop.agreed(failed=True)
         signal.raise_signal(signal.SIGTERM)
@@ -47,25 +54,28 @@ GONE = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed b
     ids=["it fails", "another process was killed first", "images are away"],
 )
 def test_what_was_asked_to_stop_has_the_marker_before_it_stops_and_not_if_it_fails(tmp_path, error, stays):
-    with pytest.raises(type(error)), Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finishes_steps = True
+    with pytest.raises(type(error)), training(tmp_path):
         signal.raise_signal(signal.SIGTERM)
         assert (tmp_path / MARKER).exists()
         raise error
     assert (tmp_path / MARKER).exists() == stays
 
 
-def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path):
+@pytest.fixture
+def ignored(request):
+    """A signal that whoever started this process has made it ignore."""
+    before = signal.signal(request.param, signal.SIG_IGN)
+    yield request.param
+    assert signal.getsignal(request.param) is signal.SIG_IGN
+    signal.signal(request.param, before)
+
+
+@pytest.mark.parametrize("ignored", [signal.SIGINT], indirect=True)
+def test_an_interrupt_is_heard_in_the_background_of_a_script(tmp_path, ignored):
     """A shell starts `command &` with SIGINT ignored, and Python leaves it so: a run does not."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-            stop.finishes_steps = True
-            signal.raise_signal(signal.SIGINT)
-            assert stop.asked == "SIGINT"
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with training(tmp_path) as stop:
+        signal.raise_signal(ignored)
+        assert stop.asked == "SIGINT"
 
 
 @pytest.fixture
@@ -79,8 +89,7 @@ def exits(monkeypatch):
 def test_a_closed_terminal_is_a_request_to_stop_and_never_a_second_one(tmp_path, monkeypatch, exits):
     """Its shell passes SIGHUP on, and it comes again when the shell ends."""
     monkeypatch.setattr(signals, "ECHO", 0.0)
-    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finishes_steps = True
+    with training(tmp_path) as stop:
         for _ in range(3):
             signal.raise_signal(signal.SIGHUP)
         assert stop.agreed() and stop.asked == "SIGHUP"
@@ -88,8 +97,7 @@ def test_a_closed_terminal_is_a_request_to_stop_and_never_a_second_one(tmp_path,
 
 
 def test_a_second_signal_ends_at_once_and_the_echo_of_a_launcher_does_not(tmp_path, monkeypatch, exits):
-    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finishes_steps = True
+    with training(tmp_path) as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert exits == []
@@ -100,8 +108,7 @@ def test_a_second_signal_ends_at_once_and_the_echo_of_a_launcher_does_not(tmp_pa
 
 def test_a_marker_that_cannot_be_written_ends_nothing(tmp_path):
     (tmp_path / "run").touch()
-    with Preemption(Accelerator(cpu=True), tmp_path / "run") as stop:
-        stop.finishes_steps = True
+    with training(tmp_path / "run") as stop:
         signal.raise_signal(signal.SIGTERM)
         assert stop.agreed()
 
@@ -114,23 +121,13 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
     assert not isinstance(error.value, Held)  # no process is to be waited for
 
 
-@pytest.fixture
-def ignored(request):
-    """A signal that whoever started this process has made it ignore."""
-    before = signal.signal(request.param, signal.SIG_IGN)
-    yield request.param
-    signal.signal(request.param, before)
-
-
 @pytest.mark.parametrize("ignored", [signal.SIGHUP], indirect=True)
 def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path, ignored):
-    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finishes_steps = True
+    with training(tmp_path) as stop:
         os.kill(os.getpid(), ignored)
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: stop.asked)
         assert stop.asked == "SIGTERM"
-    assert signal.getsignal(ignored) is signal.SIG_IGN
 
 
 def test_a_signal_ends_a_wait_for_images(tmp_path):
@@ -141,8 +138,7 @@ def test_a_signal_ends_a_wait_for_images(tmp_path):
             signal.raise_signal(signal.SIGTERM)
             time.sleep(HANGS)
 
-    with Preemption(Accelerator(cpu=True), tmp_path) as stop:
-        stop.finishes_steps = True
+    with training(tmp_path) as stop:
         assert stop.wait_for(lambda: 1) == 1
         assert stop.wait_for(away) is None
         assert stop.wait_for(lambda: 1) is None
@@ -150,9 +146,6 @@ def test_a_signal_ends_a_wait_for_images(tmp_path):
 
 def test_a_folder_is_held_by_one(tmp_path):
     accelerator = Accelerator(cpu=True)
-    with exclusive(tmp_path, accelerator):
-        other = exclusive(tmp_path, accelerator)
-        with pytest.raises(ValueError, match="which another process is writing"):
-            other.__enter__()
-    with exclusive(tmp_path, accelerator):
-        pass
+    for _ in range(2):
+        with exclusive(tmp_path, accelerator), pytest.raises(Held, match="which another process is writing"):
+            exclusive(tmp_path, accelerator).__enter__()

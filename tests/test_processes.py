@@ -10,16 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import HANGS, TINY, encoded, launched, picture, read_metrics
+from conftest import HANGS, launched, read_metrics, tiny_without, write_pictures
 from safetensors.torch import load_file, save_file
-from server import Command, context, environments_of, fails, finish, free_port
+from server import Command, begin, context, environments_of, fails, finish, free_port
 
 import mpp.pretrain
 from evaluation import features, supervised
 from evaluation.frozen.features import load_features
 from evaluation.supervised import Classification
 from mpp.config import RunConfig
-from mpp.pretrain import main as pretrain_main
 from mpp.runtime import start
 from mpp.runtime.start import run_main
 from mpp.training.checkpoint import newest_step
@@ -33,13 +32,12 @@ def same(one: Path, other: Path, *keys: str) -> None:
 
 
 @pytest.mark.faults
-def test_two_processes_are_one_run(tmp_path):
+def test_two_processes_are_one_run(tmp_path, pretrain):
     """Whole, a probe and a loader process each too; 61 held-out images, four at a time, leave an uneven last batch."""
-    arguments = [*TINY, "--run.steps=10", "--data.workers=1", "--probe.every=10", "--data.eval_images=61"]
-    pretrain_main([*arguments, "--data.batch_size=1", f"--run.dir={tmp_path / 'one'}"])
-    two = Command("pretrain", *arguments, "--data.batch_size=4", f"--run.dir={tmp_path / 'two'}", processes=2)
-    finish(two)
-    assert "2 processes on cpu" in two.said
+    arguments = ("--run.steps=10", "--data.workers=1", "--probe.every=10", "--data.eval_images=61")
+    pretrain(*arguments, "--data.batch_size=1", dir=tmp_path / "one")
+    two = begin(tmp_path / "two", *arguments, "--data.batch_size=4", processes=2)
+    assert "2 processes on cpu" in finish(two).said
     assert len(read_metrics(tmp_path / "one")) == 10
     same(tmp_path / "one", tmp_path / "two", "nearest", "most_frequent", "heldout/accuracy", "heldout/nearest")
     for depth in range(1, 3):  # each process has judged one of them
@@ -56,12 +54,10 @@ def own_images(folder: Path) -> None:
 @pytest.mark.faults
 def test_nodes_that_see_other_images_are_refused(tmp_path):
     for rank, count in ((0, 20), (1, 19)):
-        (tmp_path / str(rank) / "images").mkdir(parents=True)
-        for number in range(count):
-            (tmp_path / str(rank) / "images" / f"{number}.png").write_bytes(encoded(picture(number)))
+        write_pictures(tmp_path / str(rank) / "images", count)
     nodes = [each | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"} for each in environments_of(2, sharded=False)]
-    words = (*TINY, f"--data.path={tmp_path / '0' / 'images'}", f"--run.dir={tmp_path / 'run'}")
-    two = Command("pretrain", *words, environments=nodes, prepare=partial(own_images, tmp_path))
+    images = f"--data.path={tmp_path / '0' / 'images'}"
+    two = begin(tmp_path / "run", images, environments=nodes, prepare=partial(own_images, tmp_path))
     fails(two)
     assert two.said.count("images or weights: train: images was 19, is 18;") == 2, two.said
 
@@ -83,31 +79,28 @@ def drift(step: int) -> None:
 
 @pytest.mark.faults
 def test_processes_whose_weights_drift_apart_save_nothing(tmp_path):
-    words = (*TINY, "--run.steps=6", f"--run.dir={tmp_path / 'run'}")
-    run = Command("pretrain", *words, processes=2, prepare=partial(drift, 3))
+    start = partial(begin, tmp_path / "run", "--run.steps=6", processes=2)
+    run = start(prepare=partial(drift, 3))
     fails(run)
     assert run.said.count("the weights of the processes differ after step 4") == 2
     assert newest_step(tmp_path / "run") == 2
-    again = Command("pretrain", *words, processes=2)
-    finish(again)
+    finish(start())
 
 
 @pytest.mark.faults
-def test_three_processes_share_the_default_batch(tmp_path):
+def test_three_processes_share_the_default_batch(tmp_path, pretrain):
     """The front page's first command on a machine of three GPUs: 64 images are 21, 21 and 22."""
-    arguments = [word for word in TINY if "global_batch_size" not in word]
-    three = Command("pretrain", *arguments, f"--run.dir={tmp_path / 'three'}", processes=3)
-    finish(three)
-    pretrain_main([*arguments, f"--run.dir={tmp_path / 'one'}"])
-    same(tmp_path / "one", tmp_path / "three", "optim/grad_norm")
+    arguments = tiny_without("--optim.global_batch_size")
+    finish(Command("pretrain", *arguments, f"--run.dir={tmp_path / 'three'}", processes=3))
+    one = pretrain(without="--optim.global_batch_size")
+    same(one, tmp_path / "three", "optim/grad_norm")
 
 
 @pytest.mark.faults
 def test_supervised_training_is_one_run_on_two_processes(tmp_path):
     mixed = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--data.batch_size=4")
-    arguments = [*(a for a in TINY if not a.startswith("--probe")), *mixed]
-    two = Command("supervised", *arguments, f"--run.dir={tmp_path / 'two'}", processes=2)
-    finish(two)
+    arguments = [*tiny_without("--probe"), *mixed]
+    finish(Command("supervised", *arguments, f"--run.dir={tmp_path / 'two'}", processes=2))
     supervised.main([*arguments, f"--run.dir={tmp_path / 'one'}"])
     same(tmp_path / "one", tmp_path / "two", "heldout/accuracy")
 
@@ -115,9 +108,8 @@ def test_supervised_training_is_one_run_on_two_processes(tmp_path):
 @pytest.mark.faults
 @pytest.mark.parametrize(("name", "options"), [("pretrain", ["--probe.every=1"]), ("supervised", [])])
 def test_a_process_without_a_held_out_image_is_fine(tmp_path, name, options):
-    tiny = [argument for argument in TINY if not argument.startswith("--probe")]
-    arguments = [*tiny, *options, "--run.steps=1", "--data.eval_images=1", f"--run.dir={tmp_path / 'run'}"]
-    finish(Command(name, *arguments, processes=2))
+    arguments = [*options, "--run.steps=1", "--data.eval_images=1", f"--run.dir={tmp_path / 'run'}"]
+    finish(Command(name, *tiny_without("--probe"), *arguments, processes=2))
     assert read_metrics(tmp_path / "run", "heldout/loss")[1] > 0
 
 
@@ -136,9 +128,9 @@ def note_means(folder):
 @pytest.mark.faults
 def test_processes_judge_the_batch_norm_that_is_exported(tmp_path):
     """Each process has running means of its own images; those of the main process are exported."""
-    options = [word for word in TINY if not word.startswith(("--probe", "--model"))]
-    options += ["--model.name=test_resnet", "--model.img_size=64", "--run.steps=2", f"--run.dir={tmp_path / 'run'}"]
-    finish(Command("supervised", *options, processes=2, prepare=partial(note_means, tmp_path)))
+    options = ["--model.name=test_resnet", "--model.img_size=64", "--run.steps=2", f"--run.dir={tmp_path / 'run'}"]
+    words = (*tiny_without("--probe", "--model"), *options)
+    finish(Command("supervised", *words, processes=2, prepare=partial(note_means, tmp_path)))
     means = [load_file(tmp_path / f"{rank}.safetensors")["means"] for rank in range(2)]
     assert torch.equal(*means) and means[0].abs().sum() > 0
 
@@ -150,10 +142,9 @@ def test_the_config_of_two_machines_on_one_host(pretrain, tmp_path):
     config += ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
     environments = launched(tmp_path / "launched", *((*config, "--machine_rank", str(rank)) for rank in range(2)))
     assert [each["LOCAL_RANK"] for each in environments] == ["0", "0"]
-    options = ("--run.steps=3",)
-    two = Command("pretrain", *TINY, *options, f"--run.dir={tmp_path / 'two'}", environments=environments)
-    assert two.wait() == [0, 0] and "2 processes on cpu" in two.said, two.said
-    assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(pretrain(*options)), abs=1e-4)
+    two = finish(begin(tmp_path / "two", "--run.steps=3", environments=environments))
+    assert "2 processes on cpu" in two.said
+    assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(pretrain("--run.steps=3")), abs=1e-4)
 
 
 @pytest.mark.faults
@@ -161,8 +152,7 @@ def test_two_processes_extract_the_same(tmp_path):
     arguments = ["--encoder=test_vit", "--random=true", "--img_size=32", "--precision=fp32"]
     arguments += ["--data.train_images=101", "--data.workers=0"]
     features.main([*arguments, f"--out={tmp_path / 'one.npz'}"])
-    two = Command("features", *arguments, f"--out={tmp_path / 'two.npz'}", processes=2)
-    finish(two)
+    finish(Command("features", *arguments, f"--out={tmp_path / 'two.npz'}", processes=2))
     one, other = (load_features(tmp_path / f"{name}.npz") for name in ("one", "two"))
     for expected, found in zip(one, other, strict=True):
         if isinstance(expected, np.ndarray):
@@ -188,14 +178,3 @@ def test_a_process_whose_peers_do_not_join_gives_up(tmp_path):
     process.kill()
     said = (tmp_path / "said").read_text()
     assert process.exitcode == 2 and "another process does not answer" in said.splitlines()[-1], said
-
-
-@pytest.mark.faults
-def test_an_uneven_last_batch_of_the_evaluation(tmp_path):
-    """29 held-out images on two processes, four at a time: the same figures as one at a time gives."""
-    options = [*(word for word in TINY if not word.startswith("--data.eval")), "--run.steps=1", "--data.batch_size=4"]
-    two = Command("pretrain", *options, "--data.eval_images=29", f"--run.dir={tmp_path / 'two'}", processes=2)
-    assert two.wait() == [0, 0], two.said
-    pretrain_main([*options, "--data.eval_images=29", "--data.batch_size=1", f"--run.dir={tmp_path / 'one'}"])
-    for key in ("heldout/loss", "heldout/accuracy", "heldout/nearest"):
-        assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), abs=1e-5)

@@ -11,7 +11,8 @@ import datasets
 import pytest
 import timm
 import torch
-from conftest import ROOT, encoded, picture
+from conftest import ROOT, encoded, picture, tiny_without
+from model_inputs import HALVES
 from timm.data import ImageNetInfo
 
 from evaluation import finetune, predict
@@ -20,10 +21,7 @@ from mpp.config.parsing import parse
 from mpp.models.descriptions import export_encoder
 
 CONFIGS = ROOT / "configs"
-FEW = (
-    *("--run.steps=2", "--lrs=0.01", "--optim.global_batch_size=4", "--data.eval_images=6", "--run.threads=1"),
-    *("--data.workers=0", "--run.precision=fp32"),
-)
+FEW = (*tiny_without("--probe", "--model"), "--run.steps=2", "--lrs=0.01", "--data.eval_images=6")
 
 
 class Layout(NamedTuple):
@@ -48,7 +46,7 @@ TABLE_4 = {  # steps, dev split, learning rates
 }
 
 
-def write_dataset(folder, layout: Layout) -> None:
+def write_dataset(folder, layout):
     """Write a dataset of the hub as it is downloaded: parquet files with declared classes; a test split of ImageNet
     has none, which is -1."""
     kinds = {layout.image: datasets.Image()}
@@ -67,17 +65,17 @@ def write_dataset(folder, layout: Layout) -> None:
         table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
 
 
-def tiny_encoder(folder, patch: int, side: int):
+def tiny_encoder(folder, patch, side):
     """The encoder folder of an untrained ViT with patches of a published one's size."""
     torch.manual_seed(0)
     sizes = dict(img_size=side, patch_size=patch, embed_dim=16, depth=1, num_heads=2, num_classes=0)
-    export_encoder(timm.create_model("vit_base_patch16_224", **sizes), folder, side, (0.5,) * 3, (0.5,) * 3, 0.875)
+    export_encoder(timm.create_model("vit_base_patch16_224", **sizes), folder, side, *HALVES, 0.875)
     return folder
 
 
 @pytest.mark.parametrize("name", TABLE_4)
 def test_recipes_are_those_of_the_papers_table_4(name):
-    config = parse(FinetuneConfig, ["--config", str(CONFIGS / "finetune" / f"{name}.yaml")])
+    config = parse(FinetuneConfig, [f"--config=finetune/{name}"])
     assert (config.run.steps, config.dev_fraction, config.lrs) == TABLE_4[name]
     optim = config.optim
     assert (optim.name, optim.momentum_or_default(), optim.global_batch_size) == ("sgd", 0.9, 512)
@@ -98,7 +96,7 @@ def test_fine_tuning_on_the_layout_of_a_published_dataset(tmp_path, recipe, patc
     layout = LAYOUTS[names[0]]
     write_dataset(tmp_path / "images", layout)
     encoder = tiny_encoder(tmp_path / "encoder", patch, 2 * patch)
-    configs = [f"--config={CONFIGS / 'finetune' / name}.yaml" for name in names]
+    configs = [f"--config=finetune/{name}" for name in names]
     places = (f"--data.path={tmp_path / 'images'}", f"--encoder={encoder}", f"--run.dir={tmp_path / 'run'}")
     finetune.main([*configs, *places, *FEW, *options])
     (run,) = (tmp_path / "run").glob("lr_*")
@@ -138,12 +136,12 @@ def test_real_labels_count_any_right_class_of_the_published_list(tmp_path, monke
     assert figures["images"] == 3 and figures["accuracy"] == pytest.approx(found.count(True) / 3)
 
 
-def write_picture(file, seed: int) -> None:
+def write_picture(file, seed):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(encoded(picture(seed), "JPEG"))
 
 
-def is_right(row, answers, names) -> bool | None:
+def is_right(row, answers, names):
     """What ReaL's own evaluation says of a predicted image; None: it is left out."""
     number = int(row["file"].split("_")[-1].removesuffix(".JPEG"))
     right = [names[each] for each in answers[number - 1]]

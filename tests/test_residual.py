@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_inputs import draw_batch, random_images, randomize
-from safetensors.torch import load_file
-from torch import nn
+from conftest import equal_tensors, exported
+from model_inputs import MASKED, draw_batch, random_images, randomize
+from test_variants import KINDS
 from traffic import count_traffic
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig, RunConfig
@@ -16,36 +16,26 @@ from mpp.models.plain import has_bf16_residual
 
 NUMBERS = dict(width=32, depth=3, heads=2, img_size=32, patch_size=8)
 MODEL = ModelConfig(**NUMBERS)
-MASK_ALONE = CorruptionConfig(mask=1, random=0, keep=0)
+MASK_ALONE = CorruptionConfig(**MASKED)
 NETWORKS = {
     "autoencoder": Config(model=MODEL, corruption=MASK_ALONE, network=NetworkConfig(name="autoencoder")),
     "moving average": Config(model=MODEL, objective=ObjectiveConfig(name="features")),
 }
 BARE = {"class_token": False, "global_pool": "avg"}
 OF_TIMM = dict(patch_size=None, img_size=64)
-ENCODERS = {
+ENCODERS = KINDS | {
     "plain": {},
-    "no positions": dict(position="none"),
-    "learned_2d": dict(position="learned_2d"),
-    "every": dict(position_at="every"),
-    "every_shared": dict(position="sincos_2d", position_at="every_shared"),
-    "rope": dict(position="rope", arguments=BARE),
-    "biases": dict(position="relative_bias", arguments=BARE),
-    "stride": dict(stride=4),
-    "axial": dict(mixing="axial", position="relative_bias"),
+    "rope alone": dict(position="rope", arguments=BARE),
+    "biases alone": dict(position="relative_bias", arguments=BARE),
     "layer scale": dict(arguments={"init_values": 0.1, "qk_norm": True, "pre_norm": True}),
     "DINOv3": dict(name="vit_small_patch16_dinov3", **OF_TIMM),
     "BEiT": dict(name="beit_base_patch16_224", **OF_TIMM),
 }
 
 
-def with_residual(config: Config, residual: str) -> Config:
-    return replace(config, model=replace(config.model, residual=residual))
-
-
-def build(config: Config) -> tuple[nn.Module, object]:
-    torch.manual_seed(0)
-    return build_model(config)
+def build(network, residual):
+    config = NETWORKS[network]
+    return build_model(replace(config, model=replace(MODEL, residual=residual)))[0]
 
 
 @pytest.mark.parametrize("settings", ENCODERS.values(), ids=ENCODERS)
@@ -73,20 +63,18 @@ def test_under_autocast_alone_all_blocks_take_and_give_the_type_that_is_asked_fo
     features.float().sum().backward()
     gradients = [parameter.grad for parameter in encoder.parameters() if parameter.grad is not None]
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+    assert equal_tensors(*states)
 
 
 def test_the_decoder_and_the_moving_average_follow():
-    model, _ = build(with_residual(NETWORKS["autoencoder"], "bf16"))
+    model = build("autoencoder", "bf16")
     types = []
     model.decoder.blocks[0].register_forward_hook(lambda _, inputs, output: types.append(inputs[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
         model(random_images(2), draw_batch(MASK_ALONE, images=2))
     assert types == [torch.bfloat16]
     for residual in ("bf16", "fp32"):
-        model, _ = build(with_residual(NETWORKS["moving average"], residual))
-        assert has_bf16_residual(model.teacher.encoder) == (residual == "bf16")
+        assert has_bf16_residual(build("moving average", residual).teacher.encoder) == (residual == "bf16")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "auto"])
@@ -95,8 +83,7 @@ def test_a_run_trains_and_says_where_the_setting_has_no_effect(pretrain, capsys,
     folder = pretrain("--model.residual=bf16", f"--run.precision={precision}", "--run.steps=1")
     noted = "note: model.residual bf16 has no effect here: run.precision is fp32" in capsys.readouterr().out
     assert noted == (precision == "auto")
-    weights = load_file(folder / "encoder" / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in exported(folder).values()} == {torch.float32}
 
 
 @pytest.mark.faults

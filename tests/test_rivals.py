@@ -5,15 +5,14 @@ import timm
 import torch
 from conftest import TINY, read_metrics
 from einops import rearrange
-from model_inputs import HALVES, draw_batch, random_images, randomize
-from server import Command
+from model_inputs import HALVES, MASKED, draw_batch, random_images, randomize
+from server import Command, finish
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.parsing import parse
-from mpp.corruption import Corruption, draw
+from mpp.corruption import draw
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
-from mpp.models.plain import sincos_2d
 from mpp.objectives import build_objective
 
 OVERLAYS = [f"rivals/{name}" for name in ("simmim", "mae", "mae_mean_color", "maskfeat", "data2vec", "ijepa")]
@@ -25,8 +24,6 @@ THEIRS = dict(
     intermediate_size=96,
     image_size=32,
     patch_size=8,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
     layer_norm_eps=1e-6,
 )
 BLOCK = {  # in timm: in transformers
@@ -38,18 +35,17 @@ BLOCK = {  # in timm: in transformers
 }
 
 
-def ours(network: NetworkConfig, objective: ObjectiveConfig, position: str):
+def ours(network, objective, position):
     """A network of ours with weights that all matter, its objective, images, and their corruption."""
     torch.manual_seed(0)
     encoder = build_encoder(ModelConfig(**MODEL, position=position))
     objective = build_objective(objective, 8)
     model = build_network(network, encoder, objective.outputs, *HALVES)
     randomize(model, std=0.2)
-    config = CorruptionConfig(rate=0.75, mask=1.0, random=0.0, keep=0.0)
-    return model, objective, random_images(), draw_batch(config)
+    return model, objective, random_images(), draw_batch(CorruptionConfig(rate=0.75, **MASKED))
 
 
-def assert_same_loss(ours, their_loss, theirs) -> None:
+def assert_same_loss(ours, their_loss, theirs):
     """Ours and theirs have the same loss, and the same gradient reaches the first weights."""
     model, objective, images, corruption = ours
     loss = objective.loss(model(images, corruption), objective.targets(images, corruption.positions))
@@ -61,7 +57,7 @@ def assert_same_loss(ours, their_loss, theirs) -> None:
     torch.testing.assert_close(gradient, their_gradient, rtol=1e-5, atol=1e-5)
 
 
-def renamed_blocks(blocks, prefix: str) -> dict[str, torch.Tensor]:
+def renamed_blocks(blocks, prefix):
     """The weights of timm's blocks by the names that transformers has for them."""
     state = {}
     for number, block in enumerate(blocks):
@@ -73,7 +69,7 @@ def renamed_blocks(blocks, prefix: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def renamed(model, **names: str) -> dict[str, torch.Tensor]:
+def renamed(model, **names):
     """The weights of a network of ours, by the names that transformers has for them.
 
     Args:
@@ -89,7 +85,7 @@ def renamed(model, **names: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def hidden(corruption: Corruption) -> torch.Tensor:
+def hidden(corruption):
     """(B, 16): whether a patch is corrupted."""
     return torch.zeros(3, 16, dtype=torch.bool).scatter_(1, corruption.positions, True)
 
@@ -135,21 +131,12 @@ def test_simmim_has_the_loss_of_transformers():
     assert_same_loss(parts, outputs.loss, theirs)
 
 
-def test_fixed_positions_are_those_of_transformers_with_rows_before_columns():
-    from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_position_embedding
-
-    theirs = build_2d_sinusoidal_position_embedding(3, 5, 16)
-    torch.testing.assert_close(sincos_2d((3, 5), 16), theirs, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("recipe", ["birds", "imagenet_vit_b16"])
 def test_an_overlay_changes_the_method_and_fits_the_recipe(recipe, overlay):
     alone = parse(Config, [f"--config={recipe}"])
     config = parse(Config, [f"--config={recipe}", f"--config={overlay}"])
-    assert config.run == alone.run
-    assert config.optim == alone.optim
-    assert config.probe == alone.probe
+    assert (config.run, config.optim, config.probe) == (alone.run, alone.optim, alone.probe)
     numbers = config.model.numbers()
     side = numbers["img_size"] // numbers["patch_size"]
     drawn = draw(config.corruption, (side, side), 0, 0, 0)
@@ -163,13 +150,10 @@ def test_overlays_are_one_run_on_two_processes(pretrain, tmp_path):
     words = []
     for overlay in OVERLAYS:
         words += [f"--config={overlay}", *TINY, f"--run.dir={tmp_path / 'two' / overlay}", "then"]
-    two = Command("pretrain", *words, processes=2)
+    finish(Command("pretrain", *words, processes=2))
     for overlay in OVERLAYS:
-        pretrain(f"--config={overlay}", dir=tmp_path / "one" / overlay)
-    assert two.wait() == [0, 0], two.said
-    for overlay in OVERLAYS:
+        one = pretrain(f"--config={overlay}", dir=tmp_path / "one" / overlay)
         for key in ("loss", "accuracy", "heldout/loss", "heldout/target_deviation"):
-            one = read_metrics(tmp_path / "one" / overlay, key)
-            assert read_metrics(tmp_path / "two" / overlay, key) == pytest.approx(one, abs=1e-4)
-        encoder = timm.create_model(f"local-dir:{tmp_path / 'one' / overlay / 'encoder'}", pretrained=True)
+            assert read_metrics(tmp_path / "two" / overlay, key) == pytest.approx(read_metrics(one, key), abs=1e-4)
+        encoder = timm.create_model(f"local-dir:{one / 'encoder'}", pretrained=True)
         assert encoder.forward_features(torch.zeros(1, 3, 32, 32)).shape == (1, 17, 16)

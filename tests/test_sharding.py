@@ -5,26 +5,25 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import TINY, Killed, kill_at, launched, read_metrics
-from safetensors.torch import load_file
-from server import Command, die_at, finish
+from conftest import ADAM, TINY, exported, launched, read_metrics, tiny_without
+from conftest import same as same_bits
+from server import Command, begin, die_at, finish
 from torch.distributed.fsdp import fully_shard
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.errors import UserError
-from mpp.pretrain import main as pretrain_main
 from mpp.runtime.processes import check_sharding
 from mpp.training.checkpoint import load_checkpoint, newest_step, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer
 from mpp.training.parallel import sharding_units
 
-TEN = (*TINY, "--model.depth=3", "--run.steps=10", "--run.checkpoint_every=5", "--run.eval_every=5")
-ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
+TEN = ("--model.depth=3", "--run.steps=10", "--run.checkpoint_every=5", "--run.eval_every=5")
 
 
-def several(*runs):
-    """The words of several runs in the same processes."""
-    return [word for run in runs for word in ("then", *run)][1:]
+def shard_all(folder, runs):
+    """Pre-train these in the same two processes, which share the weights."""
+    words = [word for name, run in runs.items() for word in (*TINY, *run, f"--run.dir={folder / name}", "then")]
+    return finish(Command("pretrain", *words, processes=2, sharded=True))
 
 
 def same(one, other, tolerance=1e-5):
@@ -34,39 +33,29 @@ def same(one, other, tolerance=1e-5):
     assert len(read_metrics(one)) == 10
 
 
-def weights(folder):
-    return load_file(folder / "encoder" / "model.safetensors")
-
-
 @pytest.mark.faults
-def test_ten_losses_are_those_of_one_process(tmp_path):
+def test_ten_losses_are_those_of_one_process(tmp_path, pretrain):
     """Adam with accumulation, an average, a probe, and gradients that are clipped hard; Muon."""
     runs = {
         "adam": (*TEN, *ADAM, "--data.batch_size=2", "--optim.average=0.9", "--optim.clip=0.1"),
         "muon": (*TEN, "--optim.name=muon", "--optim.lr=1e-2", "--model.activation_checkpointing=true"),
     }
     runs["adam"] += ("--probe.every=5", "--probe.images=60")
-    words = several(*((*run, f"--run.dir={tmp_path / 'shards' / name}") for name, run in runs.items()))
-    shards = Command("pretrain", *words, processes=2, sharded=True)
+    shards = shard_all(tmp_path / "shards", runs)
+    assert "sharded (FSDP2)" in shards.said
     for name, options in runs.items():
-        pretrain_main([*options, f"--run.dir={tmp_path / 'one' / name}"])
-    assert shards.wait() == [0, 0] and "sharded (FSDP2)" in shards.said, shards.said
-    for name in runs:
-        ours, theirs = (tmp_path / kind / name for kind in ("shards", "one"))
+        ours, theirs = tmp_path / "shards" / name, pretrain(*options, dir=tmp_path / "one" / name)
         same(ours, theirs)
-        assert weights(ours).keys() == weights(theirs).keys()
+        assert exported(ours).keys() == exported(theirs).keys()
     probed = [read_metrics(tmp_path / kind / "adam", "features/rank/depth_01") for kind in ("shards", "one")]
     assert len(probed[0]) == 3 and probed[0] == pytest.approx(probed[1], rel=1e-3)
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("sharded", [True, False], ids=["shards", "copies"])
-def test_gradients_that_travel_in_bf16_are_close_and_not_as_close_as_float32(tmp_path, sharded):
-    words = (*TEN, *ADAM, f"--run.dir={tmp_path / 'bf16'}", "--run.reduction=bf16")
-    run = Command("pretrain", *words, processes=2, sharded=sharded)
-    pretrain_main([*TEN, *ADAM, f"--run.dir={tmp_path / 'one'}"])
-    assert run.wait() == [0, 0] and ("sharded (FSDP2)" in run.said) == sharded, run.said
-    found, expected = (read_metrics(tmp_path / name) for name in ("bf16", "one"))
+def test_gradients_that_travel_in_bf16_are_close_and_not_as_close_as_float32(tmp_path, pretrain):
+    """Of copies; of shards: tests/test_collectives.py."""
+    finish(begin(tmp_path / "bf16", *TEN, *ADAM, "--run.reduction=bf16", processes=2))
+    found, expected = (read_metrics(folder) for folder in (tmp_path / "bf16", pretrain(*TEN, *ADAM)))
     assert found == pytest.approx(expected, abs=0.02) and found != pytest.approx(expected, abs=1e-5)
 
 
@@ -76,31 +65,24 @@ def test_three_processes_that_are_killed_end_with_the_same_bits(tmp_path, option
     """Ten rows on three processes are 4, 4 and 2; one row is nobody's but the first one's."""
     words = (*TEN, *options, "--optim.average=0.9", "--model.dropout=0.1", "--model.width=10", "--model.heads=1")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run = Command("pretrain", *words, f"--run.dir={whole}", processes=3, sharded=True)
-    finish(run)
-    run = Command("pretrain", *words, f"--run.dir={killed}", processes=3, sharded=True, prepare=partial(die_at, 7))
+    how = dict(processes=3, sharded=True)
+    finish(begin(whole, *words, **how))
+    run = begin(killed, *words, prepare=partial(die_at, 7), **how)
     assert run.wait() == [-signal.SIGKILL] * 3 and newest_step(killed) == 5
-    finish(Command("pretrain", *words, f"--run.dir={killed}", processes=3, sharded=True))
-    files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert read_metrics(killed) == read_metrics(whole)
+    finish(begin(killed, *words, **how))
+    same_bits(killed, whole)
 
 
 @pytest.mark.faults
-def test_a_run_goes_on_in_another_layout(tmp_path, monkeypatch):
+def test_a_run_goes_on_in_another_layout(tmp_path, pretrain, stopped_at):
     """One process, then two with shards, then two with copies, then one: the losses of one process all the way."""
-    words = (*TINY, "--run.steps=10", "--run.checkpoint_every=1", "--optim.average=0.9")
-    pretrain_main([*words, f"--run.dir={tmp_path / 'one'}"])
-    moved = f"--run.dir={tmp_path / 'moved'}"
-    with monkeypatch.context() as patch:
-        kill_at(patch, 3)
-        with pytest.raises(Killed):
-            pretrain_main([*words, moved])
+    words = ("--run.steps=10", "--run.checkpoint_every=1", "--optim.average=0.9")
+    moved = tmp_path / "run"
+    stopped_at(3, *words)
     for step, sharded in ((6, True), (8, False)):
-        run = Command("pretrain", *words, moved, processes=2, sharded=sharded, prepare=partial(die_at, step))
-        assert run.wait() == [-signal.SIGKILL] * 2 and newest_step(tmp_path / "moved") == step, run.said
-    pretrain_main([*words, moved])
-    same(tmp_path / "moved", tmp_path / "one")
+        run = begin(moved, *words, processes=2, sharded=sharded, prepare=partial(die_at, step))
+        assert run.wait() == [-signal.SIGKILL] * 2 and newest_step(moved) == step, run.said
+    same(pretrain(*words), pretrain(*words, dir=tmp_path / "one"))
 
 
 BF16 = {
@@ -116,43 +98,31 @@ BF16 = {
 @pytest.mark.parametrize("kind", BF16)
 def test_bf16_shards_compute_what_copies_do(tmp_path, kind):
     """Each product is that of copies under autocast. Only gradients are added up in another order."""
-    options = [word for word in TEN if not word.startswith(("--run.precision", "--model.depth"))]
-    options += ["--model.depth=3", "--run.precision=bf16", *ADAM, *BF16[kind]]
-    runs = [
-        Command("pretrain", *options, f"--run.dir={tmp_path / 'shards'}", processes=2, sharded=True),
-        Command("pretrain", *options, f"--run.dir={tmp_path / 'copies'}", processes=2),
-    ]
-    for run in runs:
-        finish(run)
-    same(tmp_path / "shards", tmp_path / "copies", tolerance=1e-3)  # ten of Adam's steps later
-    first = [read_metrics(tmp_path / kind)[1] for kind in ("shards", "copies")]
-    assert first[0] == pytest.approx(first[1], abs=1e-6)
+    options = (*TEN, "--run.precision=bf16", *ADAM, *BF16[kind])
+    shards, copies = tmp_path / "shards", tmp_path / "copies"
+    for folder in (shards, copies):
+        finish(begin(folder, *options, processes=2, sharded=folder == shards))
+    same(shards, copies, tolerance=1e-3)  # ten of Adam's steps later
+    assert read_metrics(shards)[1] == pytest.approx(read_metrics(copies)[1], abs=1e-6)
 
 
 KINDS = {
     "relative, sgd": ("--model.position=relative", "--model.depth=3", "--optim.name=sgd", "--optim.lr=0.1"),
     "shared, again": ("--model.position_at=every_shared", "--model.depth=3", "--model.activation_checkpointing=true"),
     "axial": ("--model.mixing=axial", "--model.stride=4", "--model.position=learned_2d"),
-    "autoencoder": ("--config=rivals/mae", "--network.decoder_depth=2"),
-    "bf16 residual": ("--run.precision=bf16", "--model.residual=bf16", "--model.depth=3"),
-    "arguments": ('--model.arguments={"reg_tokens": 2, "init_values": 0.1, "qk_norm": true}',),
     "rotations of each block": ("--model.name=vit_small_patch16_rope_mixed_ape_224", "--model.img_size=64"),
     "tables of biases": ("--model.name=beit_base_patch16_224", "--model.img_size=64", "--optim.name=adam"),
 }
 
 
 @pytest.mark.faults
-def test_every_kind_of_encoder_can_be_sharded(tmp_path):
-    plain = [word for word in TINY if not word.startswith("--run.steps")]
-    runs = {name: (*plain, "--run.steps=2", *options) for name, options in KINDS.items()}
-    words = several(*((*run, f"--run.dir={tmp_path / 'shards' / name}") for name, run in runs.items()))
-    finish(Command("pretrain", *words, processes=2, sharded=True))
-    for name, options in runs.items():
-        pretrain_main([*options, f"--run.dir={tmp_path / 'one' / name}"])
+def test_every_kind_of_encoder_can_be_sharded(tmp_path, pretrain):
+    shard_all(tmp_path / "shards", {name: ("--run.steps=2", *options) for name, options in KINDS.items()})
+    for name, options in KINDS.items():
+        one = pretrain("--run.steps=2", *options, dir=tmp_path / "one" / name)
         for key in ("loss", "optim/grad_norm", "heldout/loss"):
-            ours, theirs = (read_metrics(tmp_path / kind / name, key) for kind in ("shards", "one"))
-            tolerance = 2e-2 if "--run.precision=bf16" in options else 1e-4
-            assert len(theirs) >= 1 and ours == pytest.approx(theirs, abs=tolerance), name
+            ours, theirs = (read_metrics(folder, key) for folder in (tmp_path / "shards" / name, one))
+            assert len(theirs) >= 1 and ours == pytest.approx(theirs, abs=1e-4), name
 
 
 @pytest.mark.faults
@@ -165,7 +135,7 @@ def test_every_kind_of_encoder_can_be_sharded(tmp_path):
 )
 def test_supervised_and_contrastive_training_too(tmp_path, module, options):
     """A ResNet has batch norms, whose means are each process's own until they are judged."""
-    plain = [word for word in TINY if not word.startswith(("--probe", "--model"))]
+    plain = tiny_without("--probe", "--model")
     for kind in ("shards", "copies"):
         words = (*plain, *options, "--run.steps=2", f"--run.dir={tmp_path / kind}")
         finish(Command(module, *words, processes=2, sharded=kind == "shards"))
@@ -185,10 +155,10 @@ def test_supervised_and_contrastive_training_too(tmp_path, module, options):
 )
 def test_the_configs_of_one_machine(tmp_path, name, processes, says):
     config = ("--config_file", f"configs/accelerate/{name}.yaml", "--main_process_port", "0")
-    words = (*TINY, f"--run.dir={tmp_path / 'run'}", "--run.steps=1", "--run.precision=bf16")
-    run = Command("pretrain", *words, environments=launched(tmp_path / "launched", config))
-    assert run.wait() == [0] * processes and says in run.said, run.said
-    assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "run").values())
+    environments = launched(tmp_path / "launched", config)
+    run = finish(begin(tmp_path / "run", "--run.steps=1", "--run.precision=bf16", environments=environments))
+    assert len(environments) == processes and says in run.said, run.said
+    assert {tensor.dtype for tensor in exported(tmp_path / "run").values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ pytestmark = [
     pytest.mark.rehearsal,
     pytest.mark.skipif(bool(slurm.missing()), reason=f"no Slurm here: {slurm.missing()} missing (tests/rehearsals)"),
 ]
-STEPS = 400
-LONG = (*(word for word in TINY if "steps" not in word and "every" not in word), f"--run.steps={STEPS}")
-LONG = (*LONG, "--run.checkpoint_every=20", "--run.log_every=20", "--run.eval_every=1000", "--probe.every=0")
+
+LONG = (*TINY, "--run.steps=400", "--run.checkpoint_every=20", "--run.log_every=20", "--run.eval_every=1000")
 
 
 @pytest.fixture(scope="module")

@@ -11,19 +11,10 @@ from mpp.training import log
 from mpp.training.log import Speed
 
 
-class FakeClock:
-    """Seconds that a test lets pass."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def pass_(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    fake = FakeClock()
+    """Its seconds pass when a test lets them."""
+    fake = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: fake.now)
     return fake
 
@@ -33,13 +24,13 @@ class SimulatedEvent:
 
     times: Iterator[float]
 
-    def __init__(self, enable_timing: bool):
+    def __init__(self, enable_timing):
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self):
         self.at = next(self.times)
 
-    def elapsed_time(self, later: "SimulatedEvent") -> float:
+    def elapsed_time(self, later):
         return later.at - self.at
 
 
@@ -52,9 +43,9 @@ def test_a_gpu_waits_only_while_it_has_nothing_to_compute(clock, monkeypatch):
     monkeypatch.setattr(log, "memory_bytes", lambda device: 0)
     for _ in range(3):
         with measured.waiting():
-            clock.pass_(1)
+            clock.now += 1
     assert measured.read(done=1)["speed/data_wait"] == pytest.approx(0.53 / 3)
-    clock.pass_(1)
+    clock.now += 1
     assert measured.read(done=2)["speed/data_wait"] == 0
 
 
@@ -64,11 +55,11 @@ def test_evaluations_are_in_the_hours_and_not_in_the_speed(clock):
     measured = Speed(flops=10**12, images_per_step=64, accelerator=three, history=before)
     for _ in range(10):
         with measured.waiting():
-            clock.pass_(0.5)
-        clock.pass_(1.5)
+            clock.now += 0.5
+        clock.now += 1.5
         measured.steps += 1
     with measured.paused():
-        clock.pass_(60)
+        clock.now += 60
     scalars = measured.read(done=15)
     assert scalars["speed/images_per_second"] == 32
     assert scalars["speed/images_per_second_overall"] == 8
@@ -76,7 +67,7 @@ def test_evaluations_are_in_the_hours_and_not_in_the_speed(clock):
     assert scalars["speed/data_wait"] == 0.25
     assert scalars["speed/hours"] == pytest.approx(1 + 80 / 3600)
     assert scalars["speed/device_hours"] == pytest.approx(8 + 3 * 80 / 3600)  # 8 are of an earlier start
-    clock.pass_(2)
+    clock.now += 2
     measured.steps += 1
     following = measured.read(done=16)
     assert (scalars["compute/pflop"], following["speed/data_wait"]) == (15e-3, 0)

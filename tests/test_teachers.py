@@ -1,17 +1,17 @@
 """Features as targets: what teachers see and give, what the student must not see, and what a run keeps of them."""
 
-import copy
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import TINY, Killed, kill_at, read_metrics
-from model_inputs import HALVES, draw_batch, random_images, randomize, scaled
+from conftest import ADAM, ONLY_MASKED, TINY, equal_tensors, exported, read_metrics
+from model_inputs import HALVES, MASKED, draw_batch, random_images, scaled
 from safetensors.torch import load_file, save_file
-from server import Command
+from server import begin, finish
 
 from evaluation.frozen.run_images import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, ObjectiveConfig
@@ -19,25 +19,27 @@ from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.features.metrics import add_sums, feature_spread, measure_features, summarize
 from mpp.models.descriptions import learned_labels
-from mpp.models.encoder import Normalize, load_encoder
+from mpp.models.encoder import Normalize
 from mpp.models.networks import build_model
-from mpp.models.teachers import FeatureTeacher, moving_average_decay, update_moving_average
+from mpp.models.teachers import FeatureTeacher, moving_average_decay
 from mpp.objectives import build_objective
 from mpp.training.flops import executed_flops
 
 FEATURES = ("--objective.name=features",)
 SMALL = ModelConfig(width=16, depth=4, heads=2, img_size=32)
-ALL_MASKED = dict(mask=1.0, random=0.0, keep=0.0)
-EVERYWHERE = torch.arange(16).expand(2, -1)  # positions of all patches, of two images
+EVERYWHERE = torch.arange(16).expand(3, -1)  # positions of all patches, of three images
 
 
 def features(**settings):
     return ObjectiveConfig(name="features", **settings)
 
 
-def objective_of(width, channels=3, **settings):
+MEAN = features()
+
+
+def objective_of(width, **settings):
     """The objective of features of that width, for patches of 8 x 8."""
-    return build_objective(features(**settings), 8, channels, width)
+    return build_objective(features(**settings), 8, 3, width)
 
 
 def standardised(values, dim):
@@ -51,17 +53,13 @@ def last_weights(run):
     return load_file(run / "checkpoints" / "step_00000004" / "model.safetensors")
 
 
-def model_of(objective=None, **corruption):
+def model_of(model=SMALL, objective=MEAN, **corruption):
     """A network with a teacher, its objective, images and their corruption."""
     torch.manual_seed(0)
-    config = Config(
-        model=SMALL,
-        objective=features(**(objective or {})),
-        corruption=CorruptionConfig(**ALL_MASKED | corruption),
-    )
-    model, objective = build_model(config)
+    corruption = CorruptionConfig(**MASKED | corruption)
+    network, objective = build_model(Config(model=model, objective=objective, corruption=corruption))
     torch.manual_seed(0)
-    return model, objective, random_images(), draw_batch(config.corruption)
+    return network, objective, random_images(), draw_batch(corruption)
 
 
 def block_outputs(encoder, images):
@@ -78,13 +76,12 @@ def block_outputs(encoder, images):
 @pytest.mark.parametrize("norm", ["layer", "instance", "none"])
 def test_targets_are_those_of_data2vec(norm):
     """The norm of each of the last K blocks, their mean, layer norm; at the corrupted patches, of the whole image."""
-    model, _, images, corruption = model_of(objective={"teacher_depths": 3, "teacher_norm": norm})
+    model, _, images, corruption = model_of(objective=features(teacher_depths=3, teacher_norm=norm))
     outputs = block_outputs(model.encoder, images)[1:]
-    if norm != "none":
-        outputs = [standardised(each, -1 if norm == "layer" else 1) for each in outputs]
-    expected = sum(outputs) / 3
-    if norm != "none":
-        expected = standardised(expected, -1)
+    if norm == "none":
+        expected = sum(outputs) / 3
+    else:
+        expected = standardised(sum(standardised(each, -1 if norm == "layer" else 1) for each in outputs) / 3, -1)
     _, targets, _ = model(images, corruption)
     for of_image, positions, whole in zip(targets, corruption.positions, expected, strict=True):
         torch.testing.assert_close(of_image, whole[positions])
@@ -96,7 +93,7 @@ def test_of_one_depth_it_is_the_output_after_the_last_norm(options):
     teacher = frozen(32, 8, **options)
     encoder = teacher.encoder
     last = encoder.norm if "reg_tokens" in options else encoder.fc_norm
-    images = random_images(2)
+    images = random_images()
     with torch.no_grad():
         last.weight.mul_(3)
         expected = encoder.fc_norm(encoder.forward_features(scaled(images)))[:, encoder.num_prefix_tokens :]
@@ -108,6 +105,7 @@ def test_the_student_sees_nothing_of_what_is_hidden_and_the_teacher_gets_no_grad
     model, objective, images, corruption = model_of(pattern="multiblock", context=0.5)
     unseen = torch.cat([corruption.positions, corruption.hidden], 1)
     assert corruption.hidden.shape == (3, 4)
+    assert model.teacher.depths == 2  # half of the blocks
     pixels = images.float().requires_grad_()
     predictions, targets, _ = model.eval()(pixels, corruption)
     objective.loss(predictions, targets).backward()
@@ -121,10 +119,7 @@ def test_the_student_sees_nothing_of_what_is_hidden_and_the_teacher_gets_no_grad
 
 
 def test_targets_do_not_depend_on_the_mask_dropout_or_drop_path():
-    torch.manual_seed(0)
-    config = ModelConfig(width=16, depth=2, heads=2, img_size=32, dropout=0.5, drop_path=0.5)
-    model, _ = build_model(Config(model=config, objective=features()))
-    images = random_images(2)
+    model, _, images, _ = model_of(replace(SMALL, dropout=0.5, drop_path=0.5))
     model.train()
     assert model.student.training
     whole, shown = model.teacher(images, EVERYWHERE)
@@ -142,19 +137,6 @@ def test_losses_by_hand():
     assert loss("smooth_l1", 3, beta=1.0) == 2.5
     predictions, targets = torch.tensor([[[[1.0, 0.0], [0.0, 2.0]]], [[[5.0, 0.0], [-3.0, 0.0]]]])
     assert objective_of(2, loss="cosine").loss(predictions, targets).item() == pytest.approx(0.5)  # the mean of 0 and 1
-
-
-def test_the_moving_average_is_the_closed_form():
-    """tau^n a + (1 - tau^n) b of a constant student."""
-    model, *_ = model_of()
-    assert model.teacher.depths == 2  # half of the blocks
-    before = copy.deepcopy(model.teacher.encoder)
-    randomize(model.encoder, std=1)
-    for _ in range(5):
-        update_moving_average(model.teacher.encoder, model.encoder, 0.9)
-    parts = (model.teacher.encoder.parameters(), before.parameters(), model.encoder.parameters())
-    for average, initial, student in zip(*parts, strict=True):
-        torch.testing.assert_close(average, 0.9**5 * initial + (1 - 0.9**5) * student.detach())
 
 
 def test_half_lives_are_shares_of_the_run():
@@ -176,7 +158,7 @@ def frozen(img_size, patch_size, **options):
 
 def test_another_grid_is_resampled_and_the_crop_resized():
     """A grid twice as fine, of a larger input."""
-    images = random_images(2)
+    images = random_images()
     large = F.interpolate(images.float(), (64, 64), mode="bilinear", antialias=True)
     fine = frozen(64, 8)
     with torch.no_grad():
@@ -190,14 +172,11 @@ def test_another_grid_is_resampled_and_the_crop_resized():
 def test_a_network_of_convolutions_can_teach():
     encoder = timm.create_model("resnet18", num_classes=0)
     teacher = FeatureTeacher(encoder, Normalize(*HALVES), (4, 4), features(teacher="resnet18"), (28, 28))
-    assert teacher(random_images(2), EVERYWHERE)[0].shape == (2, 16, teacher.width) == (2, 16, 512)
+    assert teacher(random_images(), EVERYWHERE)[0].shape == (3, 16, teacher.width) == (3, 16, 512)
 
 
 def test_overlapping_patches_are_taught_by_whole_ones():
-    torch.manual_seed(0)
-    config = ModelConfig(width=16, depth=2, heads=2, img_size=32, stride=4)
-    model, _ = build_model(Config(model=config, objective=features(teacher_depths=1, teacher_norm="none")))
-    images = random_images(2)
+    model, _, images, _ = model_of(replace(SMALL, stride=4), features(teacher_depths=1, teacher_norm="none"))
     with torch.no_grad():
         tokens = model.encoder.eval().forward_features(scaled(images))[:, 1:].unflatten(1, (7, 7))
     torch.testing.assert_close(model.teacher(images, EVERYWHERE)[0], tokens[:, ::2, ::2].flatten(1, 2))
@@ -224,26 +203,22 @@ def test_the_teachers_forward_pass_is_in_the_compute():
     assert executed_flops(model, images, corruption) == executed_flops(model.student, images, corruption) + alone
 
 
-ONLY_MASKED = ("--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0")
 EMA = (*FEATURES, *ONLY_MASKED, "--corruption.pattern=blockwise")
 
 
 @pytest.mark.faults
-def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain, monkeypatch):
+def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain, stopped_at):
     """The average is in the checkpoint; broken off and resumed, all tensors are the same. Either is exported."""
     whole = pretrain(*EMA, dir=tmp_path / "whole")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_at(patch, 3)
-        pretrain(*EMA, dir=tmp_path / "killed")
-    one, two = last_weights(whole), last_weights(pretrain(*EMA, dir=tmp_path / "killed"))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    stopped_at(3, *EMA)
+    one = last_weights(whole)
+    assert equal_tensors(one, last_weights(pretrain(*EMA)))
     decays = {step + 1: moving_average_decay((0.01, 0.05), step, 4) for step in range(4)}
     assert read_metrics(whole, "teacher/decay") == pytest.approx(decays)
     taught = pretrain(*EMA, "--objective.export=teacher", dir=tmp_path / "taught")
-    exported = load_encoder(taught).state_dict()
-    assert all(torch.equal(exported[name], one[f"teacher.encoder.{name}"]) for name in exported)
-    assert not torch.equal(exported["norm.weight"], one["student.encoder.norm.weight"])
+    weights = exported(taught)
+    assert all(torch.equal(weights[name], one[f"teacher.encoder.{name}"]) for name in weights)
+    assert not torch.equal(weights["norm.weight"], one["student.encoder.norm.weight"])
     for folder, encoder in ((taught, "teacher"), (whole, "student")):
         assert f"This encoder is the {encoder}" in (folder / "encoder" / "README.md").read_text()
 
@@ -252,21 +227,19 @@ def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain, monk
 def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
     tmp_path, pretrain, finished_run, capsys
 ):
-    words = (*FEATURES, f"--objective.teacher={tmp_path / 'teacher'}", "--objective.loss=cosine")
-
-    shutil.copytree(finished_run / "encoder", tmp_path / "teacher")
-    about = json.loads((tmp_path / "teacher" / "config.json").read_text()) | {"data": {"range": [0, 9]}}
-    (tmp_path / "teacher" / "config.json").write_text(json.dumps(about))
+    teacher = tmp_path / "teacher"
+    words = (*FEATURES, f"--objective.teacher={teacher}", "--objective.loss=cosine")
+    shutil.copytree(finished_run / "encoder", teacher)
+    about = json.loads((teacher / "config.json").read_text()) | {"data": {"range": [0, 9]}}
+    (teacher / "config.json").write_text(json.dumps(about))
     folder = pretrain(*words)
     assert "learned from images of data {'range': [0, 9]}; here they are" in capsys.readouterr().out
-    names = last_weights(folder).keys()
-    assert names
-    assert all(name.startswith("student.") for name in names)
-    assert str(tmp_path / "teacher") in list(lineage(str(folder)))
+    assert {name.split(".")[0] for name in last_weights(folder)} == {"student"}
+    assert str(teacher) in list(lineage(str(folder)))
     shutil.rmtree(folder / "encoder")
     pretrain(*words)  # goes on
-    weights = load_file(tmp_path / "teacher" / "model.safetensors")
-    save_file(weights | {"norm.bias": weights["norm.bias"] + 1}, tmp_path / "teacher" / "model.safetensors")
+    weights = load_file(teacher / "model.safetensors")
+    save_file(weights | {"norm.bias": weights["norm.bias"] + 1}, teacher / "model.safetensors")
     shutil.rmtree(folder / "encoder")
     with pytest.raises(UserError, match=r"started with other images or weights: objective.teacher: weights changed"):
         pretrain(*words)
@@ -312,7 +285,7 @@ def test_the_share_of_targets_that_places_explain():
 
 def test_no_norm_hides_a_collapse():
     """Features that differ by a thousandth of themselves between patches, which the norm over an image enlarges."""
-    model, _, images, corruption = model_of(objective={"teacher_depths": 2, "teacher_norm": "instance"})
+    model, _, images, corruption = model_of(objective=features(teacher_depths=2, teacher_norm="instance"))
     constant = 10 * torch.randn(16, 1, 1, generator=torch.Generator().manual_seed(0))
     maps = model.teacher.encoder.forward_intermediates
     model.teacher.encoder.forward_intermediates = lambda *given, **options: [
@@ -339,17 +312,11 @@ def test_the_card_names_the_weights_of_a_teacher_and_takes_no_labels_from_its_na
 @pytest.mark.faults
 def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pretrain):
     """Two processes with copies or shares, two passes a step, recomputed activations: the losses of one process."""
-    adam = ("--optim.name=adam", "--optim.lr=3e-3")  # Muon's bf16 rounds what is added in another order
-    words = (*TINY, *EMA, *adam, "--run.eval_every=4")
+    words = (*EMA, *ADAM, "--run.eval_every=4")  # Muon's bf16 rounds what is added in another order
+    one = pretrain(*words, dir=tmp_path / "one")
     more = {"copies": "--data.batch_size=2", "shares": "--model.activation_checkpointing=true"}
-    runs = [
-        Command("pretrain", *words, option, f"--run.dir={tmp_path / name}", processes=2, sharded=name == "shares")
-        for name, option in more.items()
-    ]
-    pretrain(*EMA, *adam, "--run.eval_every=4", dir=tmp_path / "one")
-    for run in runs:
-        assert not any(run.wait()), run.said
-    keys = ("loss", "optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss")
-    for key in keys:
-        for other in more:
-            assert read_metrics(tmp_path / other, key) == pytest.approx(read_metrics(tmp_path / "one", key), rel=1e-4)
+    for name, option in more.items():
+        other = tmp_path / name
+        finish(begin(other, *words, option, processes=2, sharded=name == "shares"))
+        for key in ("loss", "optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss"):
+            assert read_metrics(other, key) == pytest.approx(read_metrics(one, key), rel=1e-4)

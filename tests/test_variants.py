@@ -7,11 +7,11 @@ import timm
 import torch
 import torch.nn.functional as F
 from model_inputs import HALVES, draw_batch, random_images, randomize
-from timm.models.vision_transformer import VisionTransformer
 
 import mpp
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind
+from mpp.errors import UserError
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
@@ -41,7 +41,7 @@ HEADS = 2
 WIDTH = 8  # of the attention that loops are compared with
 
 
-def build(**settings) -> VisionTransformer:
+def build(**settings):
     """An encoder whose weights all matter."""
     torch.manual_seed(0)
     encoder = build_encoder(ModelConfig(**NUMBERS | settings)).eval()
@@ -49,26 +49,32 @@ def build(**settings) -> VisionTransformer:
     return encoder
 
 
-def predictor(encoder: VisionTransformer) -> MaskedPatchPredictor:
+def predictor(encoder):
     """A network that predicts five numbers for each patch."""
     return MaskedPatchPredictor(encoder, 5, *HALVES)
 
 
-def permute_patches(images: torch.Tensor, order: torch.Tensor, side: int = 8) -> torch.Tensor:
+def permute_patches(images, order, side=8):
     """The images with their patches in another order."""
     patches = F.unfold(images, side, stride=side)
     return F.fold(patches[..., order], images.shape[-2:], side, stride=side)
 
 
-def attention_of(position: str, prefix: int = 1) -> PositionedAttention:
+def export(encoder, run):
+    """Write the encoder of a run; its folder."""
+    export_encoder(encoder, run / "encoder", 32, *HALVES, 1.0)
+    return run / "encoder"
+
+
+def attention_of(position):
     torch.manual_seed(1)
     attention = PositionedAttention(HEADS * WIDTH, HEADS, qkv_bias=True)
-    attention.set_position(position, GRID, prefix)
+    attention.set_position(position, GRID, 1)
     randomize(attention, std=0.5)
     return attention.double().eval()
 
 
-def logits_by_pairs(attention: PositionedAttention, tokens: torch.Tensor, position: str) -> torch.Tensor:
+def logits_by_pairs(attention, tokens, position):
     """(heads, T, T) as the definition says it, pair by pair; tokens (T, D), [class] first."""
     queries, keys, _ = attention.qkv(tokens).unflatten(-1, (3, HEADS, WIDTH)).unbind(1)  # (T, heads, d)
     count = len(tokens)
@@ -76,11 +82,9 @@ def logits_by_pairs(attention: PositionedAttention, tokens: torch.Tensor, positi
     for head in range(HEADS):
         for i in range(count):
             for j in range(count):
-                query = queries[i, head]
-                key = keys[j, head]
+                query, key = queries[i, head], keys[j, head]
                 if position == "rope":
-                    query = turned(query, i)
-                    key = turned(key, j)
+                    query, key = turned(query, i), turned(key, j)
                 if position == "relative":
                     key = key + attention.added.pos_embed_offsets[j - i + count - 1]
                 result[head, i, j] = query @ key / math.sqrt(WIDTH)
@@ -89,7 +93,7 @@ def logits_by_pairs(attention: PositionedAttention, tokens: torch.Tensor, positi
     return result
 
 
-def turned(vector: torch.Tensor, token: int) -> torch.Tensor:
+def turned(vector, token):
     """Rotary: pairs of numbers as complex ones, turned by the row (first half) and by the column (second half)."""
     if token == 0:
         return vector  # [class]
@@ -124,21 +128,15 @@ def test_attention_is_what_a_loop_over_pairs_gives(position, fused):
 def test_positions_come_with_the_input_of_each_block(at):
     encoder = build(position_at=at, depth=3)
     images = torch.randn(2, 3, 32, 32)
-    tokens = encoder.patch_embed(images)
-    tokens = torch.cat([encoder.cls_token.expand(2, -1, -1), tokens], dim=1)
+    tokens = torch.cat([encoder.cls_token.expand(2, -1, -1), encoder.patch_embed(images)], dim=1)
     for number, block in enumerate(encoder.blocks):
         of_encoder = at == "every_shared" or number == 0
-        positions = encoder.pos_embeds if of_encoder else block.positions
-        tokens = without_positions(block, tokens + positions())
+        tokens = tokens + (encoder.pos_embeds if of_encoder else block.positions)()
+        tokens = tokens + block.attn(block.norm1(tokens))  # timm's block, to whose input nothing is added
+        tokens = tokens + block.mlp(block.norm2(tokens))
     torch.testing.assert_close(encoder.forward_features(images), encoder.norm(tokens))
     tables = [name for name, _ in encoder.named_parameters() if "pos_embed" in name]
     assert len(tables) == (1 if at == "every_shared" else 3)
-
-
-def without_positions(block, tokens):
-    """The output of timm's block, to whose input nothing is added."""
-    tokens = tokens + block.attn(block.norm1(tokens))
-    return tokens + block.mlp(block.norm2(tokens))
 
 
 def test_axial_is_full_attention_masked_to_rows_then_to_columns():
@@ -153,8 +151,7 @@ def test_axial_is_full_attention_masked_to_rows_then_to_columns():
             expected = expected + masked
             expected = expected + part.mlp(part.norm2(expected))
         torch.testing.assert_close(block(tokens), expected, rtol=1e-4, atol=1e-5)
-    assert not encoder.has_class_token
-    assert encoder.num_prefix_tokens == 0
+    assert (encoder.has_class_token, encoder.num_prefix_tokens) == (False, 0)
 
 
 HIDING = {
@@ -184,8 +181,7 @@ def test_no_pixel_of_a_masked_cell_reaches_a_prediction(settings):
 
 def test_weights_of_a_plain_encoder_are_taken_where_patches_overlap(tmp_path):
     plain = build()
-    export_encoder(plain, tmp_path / "encoder", 32, *HALVES, 1.0)
-    overlapping = build_encoder(ModelConfig(**NUMBERS, stride=4, init_from=str(tmp_path)))
+    overlapping = build_encoder(ModelConfig(**NUMBERS, stride=4, init_from=str(export(plain, tmp_path))))
     expected = timm.layers.resample_abs_pos_embed(plain.pos_embed, [7, 7], num_prefix_tokens=1)
     torch.testing.assert_close(overlapping.pos_embed, expected)
 
@@ -221,21 +217,21 @@ def test_an_exported_encoder_is_rebuilt_also_for_other_images(kind, tmp_path):
     of_permuted = encoder.forward_features(permute_patches(images, torch.randperm(16)))
     assert torch.allclose(tokens.mean(1), of_permuted.mean(1), rtol=1e-3, atol=1e-4) == (kind == "none")
     assert all(buffer.is_contiguous() for buffer in predictor(encoder).buffers())
-    export_encoder(encoder, tmp_path / "encoder", 32, *HALVES, 1.0)
-    loaded = mpp.load_encoder(tmp_path / "encoder")
-    by_timm = timm.create_model(f"local-dir:{tmp_path / 'encoder'}", pretrained=True).eval()
+    folder = export(encoder, tmp_path)
+    loaded = mpp.load_encoder(tmp_path)
+    assert not loaded.training
+    by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     for other in (loaded, by_timm):
         set_attention(other, fused=False)
         torch.testing.assert_close(other.forward_features(images), tokens, rtol=0, atol=1e-5)
     if kind == "axial, relative_bias":
-        with pytest.raises(mpp.errors.UserError, match="size mismatch"):
-            mpp.load_encoder(tmp_path / "encoder", img_size=64)
+        with pytest.raises(UserError, match="size mismatch"):
+            mpp.load_encoder(folder, img_size=64)
         return
-    larger = mpp.load_encoder(tmp_path / "encoder", img_size=64)
+    larger = mpp.load_encoder(folder, img_size=64)
     assert larger.forward_features(torch.randn(1, 3, 64, 64)).isfinite().all()
-    weights = dict(encoder.named_parameters())
-    larger_weights = dict(larger.named_parameters())
-    same_shapes = all(larger_weights[name].shape == weight.shape for name, weight in weights.items())
+    shapes, larger_shapes = ([weight.shape for weight in each.parameters()] for each in (encoder, larger))
+    same_shapes = shapes == larger_shapes
     assert same_shapes == (kind in ("none", "rope", "every_shared sincos_2d", "stride, rope"))
 
 
@@ -247,8 +243,7 @@ def test_tables_of_a_square_are_stretched_as_they_lie(kind, tmp_path):
         for name, parameter in encoder.named_parameters():
             if "pos_embed_" in name and "prefix" not in name:
                 parameter.copy_(torch.linspace(-1, 1, len(parameter))[:, None].expand_as(parameter))
-    export_encoder(encoder, tmp_path / "encoder", 32, *HALVES, 1.0)
-    larger = mpp.load_encoder(tmp_path / "encoder", img_size=64)
+    larger = mpp.load_encoder(export(encoder, tmp_path), img_size=64)
     for (name, table), (_, other) in zip(encoder.named_parameters(), larger.named_parameters(), strict=True):
         if "pos_embed_" in name and "prefix" not in name:
             torch.testing.assert_close(other, -other.flip(0))  # no offset stays in the middle
@@ -264,37 +259,33 @@ def test_tables_of_a_square_are_stretched_as_they_lie(kind, tmp_path):
 
 
 def test_timm_itself_takes_no_table_of_as_many_patches(tmp_path):
-    export_encoder(build(position_at="every"), tmp_path / "encoder", 32, *HALVES, 1.0)
+    folder = export(build(position_at="every"), tmp_path)
     with pytest.raises(ValueError, match="fit this size alone"):
-        timm.create_model(f"local-dir:{tmp_path / 'encoder'}", pretrained=True, img_size=(16, 64))
+        timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=(16, 64))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("kind", ["every", "stride, rope", "axial, relative_bias"])
 def test_the_compiler_follows_each_whole(kind):
     """The backward pass too."""
-    encoder = build(**KINDS[kind])
-    model = predictor(encoder)
-    corruption = draw_batch(CorruptionConfig(), cell_grid(encoder)[0], images=2)
-    images = random_images(2)
-    expected = model(images, corruption)
+    model = predictor(build(**KINDS[kind]))
+    inputs = random_images(), draw_batch(CorruptionConfig())
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(images, corruption), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "said"),
     [
-        (dict(position="rope", position_at="every"), ["model.position_at", "every", "stem"]),
-        (dict(stride=3), ["model.stride is 3", "divisor", "(8)"]),
-        (dict(position="learned_2d", width=15, heads=3), ["even", "learned_2d"]),
-        (dict(position="relative_bias", arguments={"reg_tokens": 1}), ["relative_bias", "registers"]),
-        (dict(position="rope", width=18), ["model.width / model.heads is 6", "rope"]),
-        (dict(arguments={"reg_tokens": 2}, mixing="axial"), ["model.arguments is reg_tokens"]),
+        (dict(position="rope", position_at="every"), "model.position_at is every; it must be stem"),
+        (dict(stride=3), r"model.stride is 3; it must be a divisor .*\(8\)"),
+        (dict(position="learned_2d", width=15, heads=3), "even .*learned_2d"),
+        (dict(position="relative_bias", arguments={"reg_tokens": 1}), "relative_bias.* registers"),
+        (dict(position="rope", width=18), "model.width / model.heads is 6; .*rope"),
+        (dict(arguments={"reg_tokens": 2}, mixing="axial"), "model.arguments is reg_tokens"),
     ],
 )
-def test_what_does_not_go_together_is_named(settings, words):
-    with pytest.raises(mpp.errors.UserError) as error:
+def test_what_does_not_go_together_is_named(settings, said):
+    with pytest.raises(UserError, match=said):
         build_encoder(ModelConfig(**NUMBERS | settings))
-    assert all(word in str(error.value) for word in words)
