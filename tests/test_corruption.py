@@ -199,6 +199,7 @@ def test_shares_of_kinds_and_positions_are_as_asked():
     kinds = np.concatenate([each.kinds for each in corruptions])
     expected = {Kind.MASK: 0.5, Kind.RANDOM: 0.3, Kind.KEEP: 0.2}
     assert {kind: (kinds == kind).mean() for kind in Kind} == pytest.approx(expected, abs=0.01)
+    assert all(each.hidden is None for each in corruptions)
     positions = np.concatenate([each.positions for each in corruptions])
     shares = np.bincount(positions, minlength=64) / len(corruptions)
     assert abs(shares - 0.5).max() < 5 * (0.25 / len(corruptions)) ** 0.5

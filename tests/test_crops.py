@@ -17,9 +17,9 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig, resized_side
-from mpp.data.crops import MAX_RELATIVE_ASPECT, augment, centre_crop, crop_box, random_crop
+from mpp.data.crops import MAX_RELATIVE_ASPECT, augment, centre_crop, crop_box, random_crop, to_8_bits
 from mpp.models.descriptions import timm_crop_pct
-from mpp.runtime.randomness import Stream, random_words
+from mpp.runtime.randomness import Stream, random_words, uniform
 
 WHOLE_IMAGE = DataConfig(crop_area=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=False)
 
@@ -53,6 +53,9 @@ def test_crop_areas_and_ratios_are_torchvisions():
 def test_a_ratio_that_never_fits_gives_the_centre():
     for size, box in (((100, 10), (43, 0, 13, 10)), ((10, 100), (0, 43, 10, 13)), ((1, 100), (0, 49, 1, 1))):
         assert crop_box(*size, DataConfig(crop_area=(1.0, 1.0)), [0.5] * 40) == box
+    square = DataConfig(crop_ratio=(1.0, 1.0))  # times the proportions of the view
+    assert crop_box(30, 100, square, [], proportion=0.5) == (0, 42, 30, 15)
+    assert crop_box(100, 40, square, [], proportion=2.0) == (40, 0, 20, 40)
 
 
 def test_a_crop_may_lie_at_either_edge():
@@ -71,6 +74,21 @@ def test_crop_is_the_resized_box_and_perhaps_flipped():
     is_plain = [bool((crop.int() - expected).abs().max() <= 1) for crop in crops]
     is_flipped = [bool((crop.int() - expected.flip(-1)).abs().max() <= 1) for crop in crops]
     assert 3 <= sum(is_plain) <= 17 and is_flipped == [not plain for plain in is_plain]
+
+
+def test_a_crop_is_of_its_own_numbers():
+    pixels = random_image(50, 60)
+    flip, *numbers = uniform(Stream.CROP, 1, 2, 3, 41).tolist()  # area, ratio and place of ten attempts
+    top, left, height, width = crop_box(50, 60, DataConfig(), numbers)
+    box = pixels[None, :, top : top + height, left : left + width]
+    expected = F.interpolate(box, (20, 20), mode="bilinear", antialias=True)[0]
+    expected = expected.flip(-1) if flip < 0.5 else expected
+    assert torch.equal(random_crop(pixels, 20, DataConfig(), 1, 2, 3), expected)
+
+
+def test_augmentation_rounds_pixels_of_more_bits():
+    pixels = torch.tensor([-3.0, 0.4, 0.6, 254.4, 254.6, 300.0])
+    assert to_8_bits(pixels).tolist() == [0, 0, 1, 254, 255, 255]
 
 
 def test_training_crops_have_the_proportions_of_the_view():

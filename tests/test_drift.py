@@ -10,13 +10,14 @@ from conftest import CUT, TINY, put_picture, read_json, read_metrics, without_ti
 from safetensors.torch import load_file
 from server import Command, finish
 from sklearn.neighbors import NearestNeighbors
+from torchvision.transforms.v2.functional import resize
 
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE, keep_start, measure_drift
 from mpp.features.neighbours import find_other_neighbours
-from mpp.features.probe import agreement, general_source, load_general_images
+from mpp.features.probe import NORTH_WEST, SOUTH_EAST, agreement, crop_and_enlarge, general_source, load_general_images
 from mpp.models.networks import build_model
 from mpp.pretrain import reopen
 from mpp.training.log import read_history
@@ -71,6 +72,12 @@ def test_neighbours_are_those_of_sklearn_and_agree_where_angles_are_kept(rng):
     assert torch.equal(near.sort(1).values, torch.from_numpy(others).sort(1).values)
     turn, _ = np.linalg.qr(rng.normal(size=(16, 16)))
     assert agreement(rows, torch.from_numpy(3 * features @ turn)) == 1
+
+
+def test_two_crops_share_a_quarter_of_the_image():
+    images = torch.randint(0, 256, (2, 3, 16, 24), dtype=torch.uint8)
+    for part, box in ((NORTH_WEST, images[..., :12, :18]), (SOUTH_EAST, images[..., 4:, 6:])):
+        assert torch.equal(crop_and_enlarge(images, part), resize(box.float(), [16, 24]).round().to(torch.uint8))
 
 
 def test_weights_that_moved_by_a_known_factor(tmp_path):
