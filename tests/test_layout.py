@@ -163,6 +163,7 @@ print(*(name for name in before if before[name] != after[name]))
 """
 
 
+@pytest.mark.faults  # it takes seconds
 def test_importing_all_modules_changes_no_state_of_other_libraries():
     ended = run_command(sys.executable, "-c", IMPORT_ALL)
     assert (ended.returncode, ended.stdout.strip()) == (0, ""), ended.stdout + ended.stderr
