@@ -150,7 +150,7 @@ def test_a_pattern_that_cannot_be_is_named(settings, words):
     [
         [1, 5, 5],  # drawn with replacement: a patch would count twice
         [-1, 3],
-        [3, 64],
+        [3, 5, 64],
         np.zeros(0, int),
         np.arange(64),
         np.arange(64) < 32,  # a mask
