@@ -9,10 +9,14 @@ import tifffile
 import timm
 import torch
 from classified_images import FAST
-from conftest import ONLY_MASKED, TINY, read_metrics, refused, weights_of
+from colours import write
+from conftest import ONLY_MASKED, read_json, read_metrics, refused, same
+from image_files import tiff
+from numpy.testing import assert_allclose
 from PIL import Image
-from server import Command
+from server import begin, finish
 from timm.models import adapt_input_conv
+from torch.testing import assert_close
 
 import mpp
 from evaluation import contrastive, finetune, knn, supervised, visualize
@@ -51,9 +55,8 @@ def bands(tmp_path_factory):
         kind = number // 2 % 2
         low = rng.integers(1000, 9000, (3, 3, 3), np.uint16) + np.uint16(5000 * kind)
         pixels = low[..., [0, 1, 2, 0]].repeat(8, 0).repeat(14, 1)
-        file = folder / ("train", "test")[number % 2] / "ab"[kind] / f"{number:02d}.tif"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        tifffile.imwrite(file, pixels, photometric="minisblack", planarconfig="contig")
+        data = tiff(pixels, photometric="minisblack", planarconfig="contig")
+        write(folder, {f"{('train', 'test')[number % 2]}/{'ab'[kind]}/{number:02d}.tif": data})
     return folder
 
 
@@ -63,36 +66,35 @@ def four(bands):
     return [f"--data.path={bands}", "--data.channels=4", "--data.range=[0,16000]"]
 
 
-def images_of(channels, *shape, whole=False):
-    images = torch.rand(2, channels, *(shape or (16, 24)), generator=torch.Generator().manual_seed(0)) * 255
+def images_of(channels, height=16, width=24, whole=False):
+    images = torch.rand(2, channels, height, width, generator=torch.Generator().manual_seed(0)) * 255
     return images.to(torch.uint8) if whole else images
 
 
-def objective_of(channels, settings, patch_size=8):
-    return build_objective(ObjectiveConfig(**settings), patch_size, channels)
+def objective_of(channels, **settings):
+    return build_objective(ObjectiveConfig(**settings), 8, channels)
 
 
-def corruption_of():
+@pytest.fixture
+def corruption():
+    """Masks for two of these images."""
     config = CorruptionConfig(mask=1.0, random=0.0, keep=0.0)
     return stack([draw(config, (2, 3), 0, 0, index) for index in range(2)])
 
 
 @pytest.mark.parametrize("channels", [1, 4])
-def test_mean_colors_by_hand(channels):
+def test_mean_colors_by_hand(channels, corruption):
     images = images_of(channels)
-    positions = corruption_of().positions
-    targets = objective_of(channels, {}).targets(images, positions)
-    apart = objective_of(channels, {"factorized": True}).targets(images, positions)
-    means = patches_at(images, positions, 8).double().mean((-2, -1)) / 255
-    levels = (means * 8).long()
+    levels = (patches_at(images, corruption.positions, 8).double().mean((-2, -1)) * 8 / 255).long()
+    apart = objective_of(channels, factorized=True).targets(images, corruption.positions)
     assert torch.equal(apart, levels)
-    combined = (levels * 8 ** torch.arange(channels - 1, -1, -1)).sum(-1)
-    assert torch.equal(targets[..., 0], combined)
+    combined = (levels * 8 ** torch.arange(channels).flip(0)).sum(-1)
+    assert torch.equal(objective_of(channels).targets(images, corruption.positions)[..., 0], combined)
 
 
 def test_a_mean_on_the_edge_of_a_bin_is_in_the_one_above_for_floats_too():
     """Of 8-bit values, floats have the classes that integers have."""
-    objective = objective_of(3, {"bits": 4})
+    objective = objective_of(3, bits=4)
     images = images_of(3, 64, 64, whole=True)
     images[0] = torch.arange(64).repeat(3, 64, 1) * 4  # many sums of which are on an edge
     images[1, :, :8] = 255
@@ -100,11 +102,10 @@ def test_a_mean_on_the_edge_of_a_bin_is_in_the_one_above_for_floats_too():
     assert torch.equal(objective.targets(images, positions), objective.targets(images.float(), positions))
 
 
-def test_factorized_accuracy_by_hand():
+def test_factorized_accuracy_by_hand(corruption):
     """The share of channels that are right; the most frequent is chosen for each channel."""
-    objective = objective_of(5, {"factorized": True, "bits": 3})
+    objective = objective_of(5, factorized=True)
     images = images_of(5)
-    corruption = corruption_of()
     truth = objective.targets(images, corruption.positions)
     predictions = torch.nn.functional.one_hot(truth, 8).float().flatten(2)
     wrong = (truth[0, 0, 0] + 1) % 8
@@ -119,10 +120,10 @@ def test_factorized_accuracy_by_hand():
 @pytest.mark.parametrize("channels, settings, bits", [(5, {}, 3), (3, {"bits": 5}, 5)])
 def test_too_many_colors_are_refused(channels, settings, bits):
     with refused(rf"objective\.bits is {bits}; .* {channels} channels .*\.factorized true"):
-        objective_of(channels, settings)
-    assert objective_of(channels - 1, settings).outputs == 2 ** (bits * (channels - 1))
-    assert objective_of(channels, {"factorized": True}).outputs == channels * 8
-    assert objective_of(channels, {"name": "pixels"}).outputs == channels * 64
+        objective_of(channels, **settings)
+    assert objective_of(channels - 1, **settings).outputs == 2 ** (bits * (channels - 1))
+    assert objective_of(channels, factorized=True).outputs == channels * 8
+    assert objective_of(channels, name="pixels").outputs == channels * 64
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
@@ -131,23 +132,21 @@ def test_every_kind_trains_resumes_and_is_loaded_by_timm(pretrain, stopped_at, f
     whole = pretrain(*words, dir=tmp_path / "whole")
     stopped_at(3, *words)
     folder = pretrain(*words)
-    assert weights_of(folder) == weights_of(whole) and read_metrics(folder) == read_metrics(whole)
-    config = json.loads((folder / "encoder" / "config.json").read_text())
-    assert config["pretrained_cfg"]["input_size"] == [4, 16, 32]
+    same(folder, whole)
+    assert read_json(folder / "encoder/config.json")["pretrained_cfg"]["input_size"] == [4, 16, 32]
     images = torch.rand(1, 4, 16, 32)
     plain = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True).eval()
-    torch.testing.assert_close(mpp.load_encoder(folder)(images), plain(images))
+    assert_close(mpp.load_encoder(folder)(images), plain(images))
 
 
 @pytest.mark.faults
 def test_two_processes_are_one(four, tmp_path):
     """With moments that are measured."""
-    words = [*TINY, *four, "--model.img_size=[16,32]", "--model.mean=auto", "--model.std=auto", "--data.workers=1"]
+    words = [*four, "--model.img_size=[16,32]", "--model.mean=auto", "--model.std=auto", "--data.workers=1"]
     losses, means = [], []
     for processes in (1, 2):
         run = tmp_path / str(processes)
-        command = Command("pretrain", *words, f"--run.dir={run}", processes=processes)
-        assert command.wait() == [0] * processes, command.said
+        command = finish(begin(run, *words, processes=processes))
         losses.append(read_metrics(run))
         means.append(read_yaml(run / "config.yaml")["model"]["mean"])
         assert f"measured: model.mean {tuple(means[0])}" in command.said
@@ -156,18 +155,17 @@ def test_two_processes_are_one(four, tmp_path):
 
 
 def test_moments_by_hand(bands):
-    values = np.stack([tifffile.imread(file) for file in (bands / "train").rglob("*.tif")]).reshape(-1, 4) / 16000
+    values = np.stack([*map(tifffile.imread, (bands / "train").rglob("*.tif"))]).reshape(-1, 4) / 16000
     mean, std = channel_moments(DataConfig(path=str(bands), channels=4, range=(0.0, 16000.0)))
-    np.testing.assert_allclose(mean, values.mean(0), atol=1e-6)
-    np.testing.assert_allclose(std, values.std(0), atol=1e-6)
+    assert_allclose(mean, values.mean(0), atol=1e-6)
+    assert_allclose(std, values.std(0), atol=1e-6)
 
 
 def test_measured_moments_stay_when_a_run_goes_on(pretrain, monkeypatch, four, bands):
     words = [*four, "--model.mean=auto", "--model.std=auto"]
     folder = pretrain(*words)
     mean = read_yaml(folder / "config.yaml")["model"]["mean"]
-    config = json.loads((folder / "encoder" / "config.json").read_text())
-    assert config["pretrained_cfg"]["mean"] == mean
+    assert read_json(folder / "encoder/config.json")["pretrained_cfg"]["mean"] == mean
     shutil.rmtree(folder / "encoder")
     monkeypatch.setattr("mpp.training.run.channel_moments", None)  # nothing is measured again
     pretrain(*words)
@@ -219,12 +217,13 @@ def test_it_is_evaluated_fine_tuned_and_drawn(pretrain, four, bands, tmp_path, c
     for named in ([], [f"--data.path={bands}"]):
         words = ["--neighbours=3", "--img_size=[24,16]", f"--out={tmp_path / 'knn.json'}", *named]
         knn.main([f"--encoder={folder}", *words, *FAST])
-        reports.append(json.loads((tmp_path / "knn.json").read_text()))
-    assert reports[0]["results"] == reports[1]["results"]
-    assert reports[0]["protocol"]["data"]["range"] == reports[1]["protocol"]["data"]["range"] == [0, 16000]
+        reports.append(read_json(tmp_path / "knn.json"))
+    one, other = reports
+    assert one["results"] == other["results"]
+    assert one["protocol"]["data"]["range"] == other["protocol"]["data"]["range"] == [0, 16000]
     for chosen in ([f"--pictures={json.dumps(EVERY)}", "--attention_images=4"], ["--bands=[3,2,1]"], ["--bands=4"]):
         words = ["--images=2", "--pictures=predictions", *FAST, *chosen]
-        visualize.main([f"--encoder={folder}", f"--out={tmp_path / f'pictures{len(chosen)}'}", *words])
+        visualize.main([f"--encoder={folder}", f"--out={tmp_path / 'pictures'}", *words])
         assert "no " not in capsys.readouterr().out.partition("wrote")[0]
     with refused(r"bands is 5; it must be from 1 to 4: data\.channels"):
         visualize.main([f"--encoder={folder}", "--bands=5", *FAST])
@@ -279,27 +278,25 @@ def test_what_a_person_sees():
 
 
 def test_deep_images_are_stretched_for_the_eye():
-    numbers = np.random.default_rng(0)
-    images = torch.from_numpy(numbers.uniform(40, 60, (2, 4, 50, 50))).float()
+    images = 40 + images_of(4, 50, 50) / 12
     images[:, 1] *= 3
     for shown, axes in ((images, (-2, -1)), (images[:, :3] / 2, (-3, -2, -1))):  # the colours of three stay
-        low, high = np.quantile(shown.numpy(), [0.02, 0.98], axis=axes, keepdims=True)
-        expected = np.clip((shown.numpy() - low) / (high - low) * 255, 0, 255)
-        torch.testing.assert_close(stretch(shown), torch.from_numpy(expected).float(), atol=0.5, rtol=0)
+        values = shown.numpy()
+        low, high = np.quantile(values, [0.02, 0.98], axis=axes, keepdims=True)
+        assert_allclose(stretch(shown), np.clip((values - low) / (high - low) * 255, 0, 255), atol=0.5)
     same = torch.full((1, 1, 4, 4), 7.0)
     assert torch.equal(stretch(same), same)
     eight_bits = images[:, :3].to(torch.uint8)
     assert torch.equal(stretch(eight_bits), eight_bits) and stretch(eight_bits).dtype == torch.uint8
 
 
-def test_masked_patches_of_deep_images_are_grey_in_pictures():
-    objective = objective_of(1, dict(name="pixels"))
+def test_masked_patches_of_deep_images_are_grey_in_pictures(corruption):
+    objective = objective_of(1, name="pixels")
     images = 20 + images_of(1) / 20
-    corruption = corruption_of()
     targets = objective.targets(images, corruption.positions)
     columns = prediction_columns(objective, torch.zeros(2, 3, objective.outputs), targets, images, corruption)
     assert (columns[1] == 128).any() and columns[0].max() == 255
-    torch.testing.assert_close(columns[3], columns[0])
+    assert_close(columns[3], columns[0])
 
 
 def test_color_floors_of_many_channels():
@@ -312,7 +309,7 @@ def test_color_floors_of_many_channels():
         assert colors.shape == (2, count)
         assert colors.sum() == 2 * 64 * (channels if channels == 7 else 1)
         cells = images.unflatten(2, (8, 2)).unflatten(4, (8, 2)).mean((3, 5)) / 255  # (B, C, 8, 8)
-        torch.testing.assert_close(pixels.view(2, 64, channels), cells.flatten(2).transpose(1, 2))
+        assert_close(pixels.view(2, 64, channels), cells.flatten(2).transpose(1, 2))
 
 
 def test_encoders_of_timm_are_built_for_the_images():

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, encoded, picture, run_command
-from PIL import Image
+from colours import save_classes, write
+from conftest import ROOT, TINY, run_command
 
 from evaluation.cli import SELDOM, commands, locate_command
 from mpp.config import settings_of
@@ -129,9 +129,8 @@ os._exit(7)
 def test_output_that_nobody_reads_any_more_ends_nothing(kind):
     reader, output = pty.openpty() if kind == "terminal" else os.pipe()
     wait, go = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITES_ON, str(wait)], stdout=output, stderr=output, pass_fds=[wait], cwd=ROOT
-    )
+    words = [sys.executable, "-c", WRITES_ON, str(wait)]
+    process = subprocess.Popen(words, stdout=output, stderr=output, pass_fds=[wait], cwd=ROOT)
     os.close(output)
     assert os.read(reader, 5) == b"begun"
     os.close(reader)
@@ -141,9 +140,8 @@ def test_output_that_nobody_reads_any_more_ends_nothing(kind):
 
 @pytest.mark.faults
 def test_a_full_disk_is_not_taken_for_a_terminal_that_is_gone():
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        words = [sys.executable, "-c", SAYS]
-        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, encoding="utf-8", cwd=ROOT)
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", SAYS], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert ended.returncode != 0 and "No space left on device" in ended.stderr
 
 
@@ -158,15 +156,10 @@ def test_names_that_are_no_utf_8_are_written_as_escapes(tmp_path):
 @pytest.mark.parametrize("environment", [{"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}], ids=["locale", "terminal"])
 def test_a_run_of_umlauts_where_all_is_ascii(tmp_path, environment, tally):
     """Names of folders, files and classes, in a config and on the command line, with loader processes."""
-    for name in ("Ähre", "über"):
-        folder = tmp_path / "Vögel" / "train" / name
-        folder.mkdir(parents=True)
-        for number in range(6):
-            (folder / f"{number}_ä.png").write_bytes(encoded(Image.fromarray(picture(number))))
-        (folder / "ß.png").write_bytes(b"no image")
-    config = tmp_path / "größe.yaml"
-    config.write_text(f"data:\n  path: {tmp_path}/Vögel\nrun:\n  dir: {tmp_path}/läufe\n", encoding="utf-8")
-    words = ("-m", "mpp.pretrain", *TINY, f"--config={config}", "--data.workers=1", "--run.steps=8")
+    save_classes(tmp_path / "Vögel" / "train", ("Ähre", "über"), 6)
+    settings = f"data:\n  path: {tmp_path}/Vögel\nrun:\n  dir: {tmp_path}/läufe\n"
+    write(tmp_path, {"größe.yaml": settings} | {f"Vögel/train/{name}/ß.png": "no image" for name in ("Ähre", "über")})
+    words = ("-m", "mpp.pretrain", *TINY, f"--config={tmp_path}/größe.yaml", "--data.workers=1", "--run.steps=8")
     ended = said(*words, "--data.eval_fraction=0.3", **environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
     listed = (tmp_path / "läufe" / "unreadable.txt").read_text(encoding="utf-8")

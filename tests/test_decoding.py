@@ -11,6 +11,7 @@ from colours import load, write
 from conftest import encoded, picture, read_metrics
 from image_files import decode_with, npy, npz, packed_tiff, tar, tiff, unreadable
 from imagecodecs import png_encode
+from numpy.testing import assert_array_equal
 from PIL import Image
 
 from mpp.config import DataConfig, ImagesConfig
@@ -66,9 +67,10 @@ def test_five_bands_of_16_bits(data):
     decoded = decode_with(data, channels=5)
     assert_close(decoded, scaled(DEEP))
     assert torch.equal(decode_with(data, bands=(5, 1, 2)), decoded[[4, 0, 1]])
-    for asked, words in (({"channels": 4}, r"channels is 4"), ({"bands": (6, 1, 2)}, r"bands asks for 6")):
-        with unreadable(rf"5 bands; data\.{words}"):
-            decode_with(data, **asked)
+    with unreadable(r"5 bands; data\.channels is 4"):
+        decode_with(data, channels=4)
+    with unreadable(r"5 bands; data\.bands asks for 6"):
+        decode_with(data, bands=(6, 1, 2))
 
 
 def test_channels_of_a_microscope_are_no_frames():
@@ -147,12 +149,12 @@ def test_the_largest_number_of_the_bits_that_a_tiff_declares_is_white(bits):
     inverted = packed_tiff(numbers, bits, **WHITE_IS_ZERO)
     expected = torch.from_numpy(numbers * (255 / (2**bits - 1)))
     two = {"channels": 2, "bands": (1, 1)}
-    for settings in ({}, {"channels": 1}):
+    for settings in ({}, {"channels": 1}, two):
         assert (decode_with(data, **settings) - expected).abs().max() < 1e-4
-        assert (decode_with(inverted, **settings) + expected - 255).abs().max() < 1e-4
-    assert (decode_with(data, **two) - expected).abs().max() < 1e-4
+        if settings is not two:
+            assert (decode_with(inverted, **settings) + expected - 255).abs().max() < 1e-4
     ranged = decode_with(data, range=(0.0, 5.0), **two)  # of the numbers in the file
-    assert np.array_equal(ranged[0], numbers.clip(max=5).astype(np.float32) * 51)
+    assert_array_equal(ranged[0], numbers.clip(max=5) * 51)
 
 
 def test_white_may_be_zero():
@@ -182,7 +184,7 @@ def test_white_may_be_zero():
 )
 def test_images_of_another_depth_are_named(tmp_path, capsys, most, dtype, settings, named):
     for number in range(3):
-        values = np.linspace(0, most, 20 * 24).reshape(20, 24).astype(dtype)
+        values = np.linspace(0, most, 480).astype(dtype).reshape(20, 24)
         Image.fromarray(np.roll(values, number)).save(tmp_path / f"{number}.png")
     load(tmp_path, **settings)
     printed = capsys.readouterr().err
@@ -212,7 +214,7 @@ def test_opacity_of_16_bits_is_laid_on_white():
 
 CLEAR = np.dstack([RGB, np.zeros((40, 48), np.uint8)])  # an opacity of 0 everywhere
 LUMINANCE = np.array(Image.fromarray(RGB).convert("L"))
-CLEAR_GREY = np.dstack([LUMINANCE, np.zeros_like(LUMINANCE)])
+CLEAR_GREY = np.dstack([LUMINANCE, CLEAR[..., 3]])
 PALETTE = Image.fromarray(RGB).quantize(16)
 WITHOUT_OPACITY = {
     "PNG": (encoded(CLEAR), RGB),
@@ -226,8 +228,7 @@ WITHOUT_OPACITY = {
 
 @pytest.mark.parametrize("data, expected", WITHOUT_OPACITY.values(), ids=WITHOUT_OPACITY)
 def test_an_opacity_of_0_everywhere_is_none(data, expected):
-    decoded = decode_with(data).permute(1, 2, 0).numpy()
-    assert np.array_equal(decoded, np.broadcast_to(expected, decoded.shape))
+    assert_array_equal(decode_with(data), np.broadcast_to(expected, RGB.shape).transpose(2, 0, 1))
 
 
 # --- pixels without a value ---
@@ -250,8 +251,8 @@ def test_what_has_no_value_gets_the_mean_of_its_channel(nodata):
     filled[is_missing] = filled[..., 1][~is_missing[..., 1]].mean()
     settings = dict(range=(0.0, 1.0), nodata=nodata)
     assert_close(decode_with(npy(holes), **settings), scaled(filled, 0, 1), atol=1e-3)
-    expected = decode_with(npy(filled), channels=1, range=(0.0, 1.0))
-    assert_close(decode_with(npy(holes), channels=1, **settings), expected.double(), atol=1e-3)
+    grey = decode_with(npy(filled), channels=1, range=(0.0, 1.0)).double()
+    assert_close(decode_with(npy(holes), channels=1, **settings), grey, atol=1e-3)
     assert ImagesConfig(**settings) == ImagesConfig(**settings)  # a run can be resumed
     with unreadable("a channel without any value"):
         decode_with(npy(np.full_like(holes, nodata)), **settings)
@@ -273,8 +274,8 @@ def test_a_border_of_a_colour_tiff_is_nodata_and_a_single_colour_of_that_value_i
         tile[:4] = 0
         tile[10:20, :, 2] = 0
         values = read_values(with_nodata_tag(tile, "0", photometric="rgb"), ImagesConfig())
-        np.testing.assert_array_equal(values[:, 4:], tile[4:].transpose(2, 0, 1))
-        np.testing.assert_array_equal(values[:, 0, 0], np.rint(tile[4:].mean((0, 1))))
+        assert_array_equal(values[:, 4:], tile[4:].transpose(2, 0, 1))
+        assert_array_equal(values[:, 0, 0], np.rint(tile[4:].mean((0, 1))))
 
 
 @pytest.mark.parametrize("by_setting", [False, True])
@@ -296,8 +297,8 @@ def test_the_setting_wins_over_the_tag_and_the_tag_is_not_about_palettes_or_mask
     data = with_nodata_tag(tile, "7", **GREY)
     values = read_values(data, ImagesConfig(channels=1, nodata=9))[0]
     assert (values[:4] == 7).all() and (values[4:8] != 9).all()
-    np.testing.assert_array_equal(read_mask(data, ImagesConfig()), tile)
-    np.testing.assert_array_equal(read_values(with_nodata_tag(tile, "none", **GREY), ImagesConfig(channels=1))[0], tile)
+    assert_array_equal(read_mask(data, ImagesConfig()), tile)
+    assert_array_equal(read_values(with_nodata_tag(tile, "none", **GREY), ImagesConfig(channels=1))[0], tile)
     indices = np.zeros((40, 48), np.uint8)
     indices[5:] = 200
     palette = dict(photometric="palette", colormap=np.arange(768, dtype=np.uint16).reshape(3, 256))
@@ -311,8 +312,8 @@ FOUR = [DEEP[..., :4] // (1 + number % 3) for number in range(16)]
 
 def write_folder(folder, kind, end):
     splits = ("train", "test")
-    names = [f"{splits[number % 2]}/{number // 8}/{number:02d}.{end}" for number in range(len(FOUR))]
-    return write(folder, dict(zip(names, map(kind, FOUR), strict=True)))
+    places = [f"{splits[number % 2]}/{number // 8}/{number:02d}.{end}" for number in range(16)]
+    return write(folder, dict(zip(places, map(kind, FOUR), strict=True)))
 
 
 def write_shards(folder, kind, end):
@@ -328,7 +329,7 @@ def write_columns(folder, feature, change):
     features = datasets.Features({"image": feature, "label": datasets.Value("int64")})
     for first, split in enumerate(("train", "test")):
         images = [change(pixels) for pixels in FOUR[first::2]]
-        rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1] * 4}, features=features)
+        rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1] * 4}, features)
         rows.to_parquet(folder / f"{split}.parquet")
     return folder
 
@@ -351,10 +352,9 @@ SOURCES = {
 def test_all_sources_hold_the_same_images(folder, source):
     config = ImagesConfig(channels=4)
     for start, dataset in enumerate(load(SOURCES[source](folder), channels=4)):
-        first_pixels = {tuple(dataset.decode(index, config)[:, 0, 0].tolist()) for index in range(len(dataset))}
-        expected = {tuple(scaled(pixels)[:, 0, 0].float().tolist()) for pixels in FOUR[start::2]}
+        first_pixels = {tuple(dataset.decode(index, config)[:, 0, 0].tolist()) for index in range(8)}
+        assert first_pixels == {tuple(scaled(pixels)[:, 0, 0].float().tolist()) for pixels in FOUR[start::2]}
         assert len(dataset) == 8
-        assert first_pixels == expected
         assert len({*dataset.labels}) == 2
         held = cache_decoded(dataset, DataConfig(channels=4, workers=0))
         assert sum(image.nbytes for image in held.decoded) == 8 * 40 * 48 * 4 * 4  # four bytes for each value
@@ -376,10 +376,9 @@ def test_they_are_streamed_and_resumed(pretrain, folder, source):
 
 def test_8_and_16_bits_in_one_set(pretrain, folder, tmp_path):
     """A batch of both is float32; crops of 8 bits are rounded, as ever, whether images are held in memory or not."""
-    for number in range(12):
+    for number in range(6):
         pixels = picture(number)
-        data = encoded(pixels) if number % 2 else tiff(in_16_bits(pixels))
-        (folder / f"{number:02d}.{'png' if number % 2 else 'tif'}").write_bytes(data)
+        write(folder, {f"{number}.png": encoded(pixels), f"{number}.tif": tiff(in_16_bits(pixels))})
     runs = [pretrain(f"--data.path={folder}", f"--data.cache_gb={size}", dir=tmp_path / str(size)) for size in (0, 1)]
     losses, others = map(read_metrics, runs)
     assert losses == others and len(losses) == 4
@@ -410,9 +409,8 @@ def test_lists_with_holes_are_named_as_broken_files_are(pretrain, folder, stream
     lists[4] = [[[1, None, 3, 4]] * 8] * 8
     lists[6] = FOUR[0][..., :3].tolist()
     features = datasets.Features({"image": LISTS})
-    for split in ("train", "test"):
-        rows = lists if split == "train" else lists[8:]
-        datasets.Dataset.from_dict({"image": rows}, features=features).to_parquet(folder / f"{split}.parquet")
+    for split, rows in {"train": lists, "test": lists[8:]}.items():
+        datasets.Dataset.from_dict({"image": rows}, features).to_parquet(folder / f"{split}.parquet")
     words = [f"--data.path={folder}", "--data.channels=4", f"--data.streaming={streaming}", "--run.steps=6"]
     named = (pretrain(*words) / "unreadable.txt").read_text()
     for reason in ("no bytes", "lists of several lengths", "object values", "3 bands; data.channels is 4"):

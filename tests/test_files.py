@@ -22,22 +22,22 @@ def synced_paths(monkeypatch):
 
 def test_a_file_has_its_name_when_it_is_complete_and_synced(tmp_path, monkeypatch):
     file = tmp_path / "notes.json"
-    file.write_text("before", encoding="utf-8")
+    file.write_text("before")
     synced = synced_paths(monkeypatch)
     with complete(file) as partial:
-        partial.write_text("after", encoding="utf-8")
-        assert file.read_text(encoding="utf-8") == "before" and synced == []
-    assert file.read_text(encoding="utf-8") == "after"
+        partial.write_text("after")
+        assert file.read_text() == "before" and synced == []
+    assert file.read_text() == "after"
     assert synced == [partial, tmp_path] and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_file_that_could_not_be_written_leaves_what_was_there(tmp_path):
     file = tmp_path / "notes.json"
-    file.write_text("before", encoding="utf-8")
+    file.write_text("before")
     with pytest.raises(OSError, match="full"), complete(file) as partial:
-        partial.write_text("half", encoding="utf-8")
+        partial.write_text("half")
         raise OSError("disk is full")
-    assert file.read_text(encoding="utf-8") == "before" and list(tmp_path.iterdir()) == [file]
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_folder_takes_the_place_of_another_with_all_its_files(tmp_path):

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import torch
-import yaml
 from colours import load
-from conftest import CUT, encoded, picture, read_metrics, refused, weights_of
+from conftest import CUT, put_picture, read_json, read_metrics, refused, weights_of
 
 from mpp.config import ModelConfig
+from mpp.config.parsing import read_yaml
 from mpp.data.identity import differences, identify_images
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
@@ -23,8 +23,8 @@ def test_a_run_inside_its_images_is_refused(pretrain, image_folder):
 
 def records_of(folder: Path, **settings) -> dict:
     """The records of a folder's images, as a run that learns from labels has them."""
-    train, held_out = load(folder, eval_fraction=0.25, **settings)
-    return {"train": identify_images(train, with_labels=True), "held_out": identify_images(held_out, with_labels=True)}
+    parts = zip(("train", "held_out"), load(folder, eval_fraction=0.25, **settings), strict=True)
+    return {name: identify_images(images, with_labels=True) for name, images in parts}
 
 
 def test_a_record_tells_data_apart_and_not_places(image_folder, tmp_path):
@@ -40,11 +40,11 @@ def test_a_record_tells_data_apart_and_not_places(image_folder, tmp_path):
         f"{part}: {field} changed" for part in ("train", "held_out") for field in ("chosen", "labels")
     ]
     file = image_folder / "cat" / "01.png"
-    file.write_bytes(encoded(picture(99)))
+    put_picture(file, 99)
     assert changes() == ["train: files changed", "held_out: files changed"]
     file.rename(image_folder / "dog" / "01.png")
     assert any("labels changed" in line for line in changes())
-    (image_folder / "cat" / "00a.png").write_bytes(encoded(picture(98)))
+    put_picture(image_folder / "cat" / "00a.png", 98)
     assert "train: images was 9, is 10" in changes()
     not_asked = {"train": {"revision": None, "files": "same"}}  # of a hub that did not answer at the start
     one, other = ({"train": {"revision": digit * 40, "files": "same"}} for digit in "12")
@@ -58,7 +58,7 @@ def test_a_run_does_not_continue_on_other_images_or_from_other_weights(pretrain,
     options = (f"--data.path={image_folder}", *CUT, f"--model.init_from={first}")
     stopped_at(3, *options)
     new, weights = image_folder / "cat" / "00.png", first / "model.safetensors"
-    new.write_bytes(encoded(picture(99)))
+    put_picture(new, 99)
     with refused(r"train: images was 9, is 10; .*files"):
         pretrain(*options)
     new.unlink()
@@ -69,7 +69,7 @@ def test_a_run_does_not_continue_on_other_images_or_from_other_weights(pretrain,
     assert max(read_metrics(tmp_path / "run")) == 3
     weights.write_bytes(whole)
     assert max(read_metrics(pretrain(*options))) == 4
-    assert json.loads((tmp_path / "run" / "data.json").read_text())["train"]["images"] == 9
+    assert read_json(tmp_path / "run" / "data.json")["train"]["images"] == 9
 
 
 def export_random(folder: Path, seed: int) -> Path:
@@ -84,10 +84,11 @@ def test_a_run_continues_with_any_spelling_of_its_paths(pretrain, image_folder, 
     monkeypatch.chdir(tmp_path)
     first = export_random(tmp_path / "first", 0)
     run = pretrain("--data.path=images", "--model.init_from=first", *CUT)
-    saved = yaml.safe_load((run / "config.yaml").read_text())
+    file = run / "config.yaml"
+    saved = read_yaml(file)
     assert (saved["data"]["path"], saved["model"]["init_from"]) == (str(image_folder), str(first))
     pretrain("--data.path=./images", f"--model.init_from={first}", *CUT)
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(str(tmp_path) + "/", ""))
+    file.write_text(file.read_text().replace(f"{tmp_path}/", ""))
     pretrain("--data.path=images", "--model.init_from=first", *CUT)  # as earlier versions saved it
     with refused(r"model.init_from"):
         pretrain("--data.path=images", f"--model.init_from={export_random(tmp_path / 'other', 1)}", *CUT)
@@ -123,7 +124,7 @@ def test_a_stream_is_known_by_its_files(pretrain, stopped_at, two_shards):
     renamed.unlink()
     (two_shards / "README.md").write_text("what this is")
     record = two_shards.parent / "run" / "data.json"
-    known = json.loads(record.read_text())
+    known = read_json(record)
     record.write_text(json.dumps(known | {"train": known["train"] | {"files": None}}))  # as one that was not listed
     assert weights_of(pretrain(*options)) == weights_of(whole)
-    assert json.loads(record.read_text()) == known
+    assert read_json(record) == known

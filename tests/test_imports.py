@@ -1,16 +1,14 @@
 """Code of the user: `--import mine.py` registers it for every command, and a run folder never runs it."""
 
 import builtins
-import json
 import multiprocessing
 import sys
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from comparisons import write_cats_and_dogs
-from conftest import ROOT, TINY, refused, run_command
+from conftest import ROOT, read_json, refused, run_command, tiny_without
 from timm.models import _registry as timm_registry
 
 import mpp
@@ -23,7 +21,7 @@ from evaluation.metrics.scoring import load_outcomes
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import Config, imports
 from mpp.config.imports import import_words, imported, take_imports
-from mpp.config.parsing import parse
+from mpp.config.parsing import parse, read_yaml
 from mpp.corruption import PATTERNS
 from mpp.data.workers import start_worker
 from mpp.models.networks import NETWORKS
@@ -122,17 +120,15 @@ def test_code_of_the_user_has_settings_of_its_own(pretrain, tmp_path):
     words += ["--objective.arguments={levels: 8}", "--network.arguments={deep: true}", "--run.steps=1"]
     folder = pretrain(*words, "--corruption.arguments={patches: 3}")
     seen = sys.modules["mine"].SEEN
-    assert {"levels": 8} in seen and {"patches": 3} in seen and {"deep": True} in seen
-    saved = yaml.safe_load((folder / "config.yaml").read_text())
-    assert saved["objective"]["arguments"] == {"levels": 8}
+    assert all(given in seen for given in ({"levels": 8}, {"patches": 3}, {"deep": True}))
+    assert read_yaml(folder / "config.yaml")["objective"]["arguments"] == {"levels": 8}
     with refused(r"another config: .*corruption\.arguments"):
         pretrain(*words, "--corruption.arguments={patches: 4}")
 
 
 @pytest.mark.parametrize("group", ["objective", "corruption", "network"])
 def test_mpps_own_parts_take_no_arguments(pretrain, group):
-    message = rf"{group}\.arguments is .*levels.* it must be null or left out: {group}\.\w+ \w+ takes none"
-    with refused(message):
+    with refused(rf"{group}\.arguments is .*levels.* it must be null or left out: {group}\.\w+ \w+ takes none"):
         pretrain(f"--{group}.arguments={{levels: 8}}")
 
 
@@ -228,7 +224,7 @@ def test_a_file_that_fails_is_named_and_may_be_mended_in_the_same_process(tmp_pa
 
 @pytest.mark.faults
 def test_several_processes_and_the_runs_own_report_know_the_code(brightness, tmp_path):
-    words = [word for word in TINY if not word.startswith("--run.report")]
+    words = tiny_without("--run.report")
     launch = ("torchrun", "--standalone", "--nproc_per_node=2", "mpp/pretrain.py")
     ended = run_command(*launch, f"--import={brightness}", BRIGHTNESS, *words, f"--run.dir={tmp_path / 'run'}")
     assert ended.returncode == 0, ended.stderr
@@ -474,8 +470,7 @@ def test_the_example_of_an_evaluation_is_a_command(tmp_path, monkeypatch, capsys
     words += [f"--import={NEAREST_CENTROID}", "--threads=1", f"--out={tmp_path}/report.json"]
     monkeypatch.setattr(sys, "argv", ["mpp", "centroid", *words])
     cli.main()
-    report = json.loads((tmp_path / "report.json").read_text())
-    (result,) = report["results"]
+    (result,) = read_json(tmp_path / "report.json")["results"]
     assert (result["order"], result["accuracy"], result["depth"], result["outcomes"]) == (2, 1.0, 1, 0)
     assert load_outcomes(tmp_path / "report.json").class_names == ["cat", "dog"]
     monkeypatch.setattr(sys, "argv", ["mpp", "--help", f"--import={NEAREST_CENTROID}"])
@@ -494,7 +489,7 @@ def test_the_example_of_an_evaluation_is_compared(tmp_path):
         """
     )
     compare.main([f"--import={NEAREST_CENTROID}", "--config", str(tmp_path / "compare.yaml")])
-    summary = json.loads((tmp_path / "compared" / "results.json").read_text())["summary"]
+    summary = read_json(tmp_path / "compared/results.json")["summary"]
     cell = summary["comparison"]["colours"]["nearest centroid 2"]
     assert (cell["mean"], cell["std"], cell["count"]) == (1.0, 0.0, 1) and cell["interval"][1] == 1.0
 
@@ -521,5 +516,4 @@ def test_predictions_that_are_no_classes_are_refused(predicted, given):
 def test_an_accuracy_of_numpy_is_written(tmp_path):
     results = [{"accuracy": np.float32(0.5), "shots": np.int64(5)}, {"accuracy": np.float32("nan")}]
     write_json(tmp_path / "mine.json", {"results": results})
-    written = json.loads((tmp_path / "mine.json").read_text())
-    assert written == {"results": [{"accuracy": 0.5, "shots": 5}, {"accuracy": None}]}
+    assert read_json(tmp_path / "mine.json") == {"results": [{"accuracy": 0.5, "shots": 5}, {"accuracy": None}]}

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 import yaml
-from conftest import ROOT, TINY, run_command
+from conftest import ROOT, run_command, tiny_without
 
 DISTRIBUTION = "masked-patch-prediction"
 MODULES = [path for folder in ("mpp", "evaluation") for path in (ROOT / folder).glob("*.py") if path.stem != "__init__"]
@@ -97,7 +97,7 @@ def test_an_installed_wheel_works_from_an_empty_folder(published, tmp_path):
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
     empty.mkdir()
 
-    short = [argument for argument in TINY if not argument.startswith("--model.img_size")] + ["--run.print_config=true"]
+    short = [*tiny_without("--model.img_size"), "--run.print_config=true"]
     folder, birds = str(tmp_path / "run"), ["--data.path=null", "--data.image_column=null", "--data.label_column=null"]
     composed = ("--config", "cifar10", "--config", "rivals/mae")
     env = os.environ | {"PYTHONPATH": str(site)}

@@ -8,6 +8,7 @@ import pytest
 from conftest import encoded, picture, refused
 from dicom_files import SECRETS, dicom
 from image_files import JFIF_END, decode_with, npy, packed_tiff, segment
+from numpy.testing import assert_array_equal
 from PIL import Image
 
 from mpp.config import ImagesConfig, PrepareConfig
@@ -59,7 +60,7 @@ def test_metadata_is_dropped_and_pixels_are_not(data):
     for format in ("jpeg", "ppm", "npy"):
         prepared = prepare_image(data, PrepareConfig(format=format))
         assert not any(word in prepared for word in telling)
-        np.testing.assert_array_equal(read_values(prepared, ImagesConfig()), read_values(data, ImagesConfig()))
+        assert_array_equal(read_values(prepared, ImagesConfig()), read_values(data, ImagesConfig()))
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True, "dpi": (72, 72)}])
@@ -71,7 +72,7 @@ def test_small_jpegs_without_metadata_stay_to_the_byte(options):
 def test_bands_that_are_chosen_of_a_plain_jpeg_are_those_of_the_shard():
     data = ImagesConfig(bands=(3, 2, 1))
     prepared = prepare_image(JPEG, PrepareConfig(data=data))
-    np.testing.assert_array_equal(read_values(prepared, ImagesConfig()), read_values(JPEG, data))
+    assert_array_equal(read_values(prepared, ImagesConfig()), read_values(JPEG, data))
 
 
 def test_more_than_8_bits_are_not_made_8_bits():
@@ -83,5 +84,5 @@ def test_more_than_8_bits_are_not_made_8_bits():
             with refused(f"format is {format}, which holds 8 bits; it must be npy"):
                 prepare_image(data, PrepareConfig(format=format, short_side=side))
     kept = prepare_image(data, PrepareConfig(format="npy"))
-    np.testing.assert_array_equal(np.load(io.BytesIO(kept)), deep)
-    np.testing.assert_array_equal(decode_with(kept, range=(0, 1023)), decode_with(data))
+    assert_array_equal(np.load(io.BytesIO(kept)), deep)
+    assert_array_equal(decode_with(kept, range=(0, 1023)), decode_with(data))

@@ -9,6 +9,7 @@ import timm
 import torch
 from conftest import refused, run_command
 from PIL import Image
+from torch.testing import assert_close
 
 import mpp
 from evaluation.frozen.encoder import load_frozen_encoder
@@ -51,13 +52,13 @@ def test_features_of_images_in_memory_are_those_of_the_evaluation(finished_run):
     found = mpp.extract_features(encoder, images, representation="both")
     assert found.shape == (70, 32) and found.dtype == torch.float32
     pictures = [Image.fromarray(np.asarray(image.permute(1, 2, 0))) for image in images]
-    torch.testing.assert_close(mpp.extract_features(encoder, pictures, representation="both"), found)
+    assert_close(mpp.extract_features(encoder, pictures, representation="both"), found)
     encoder.pretrained_cfg["crop_pct"] = 1.0  # nothing is resized then
     (expected,) = load_frozen_encoder(str(finished_run))(images, "both", [2])
-    torch.testing.assert_close(mpp.extract_features(encoder, images, representation="both"), expected)
+    assert_close(mpp.extract_features(encoder, images, representation="both"), expected)
     for dtype in (torch.bfloat16, torch.float16):
         half = mpp.extract_features(encoder.to(dtype), images, representation="both")
-        torch.testing.assert_close(half, expected, rtol=0.05, atol=0.05)
+        assert_close(half, expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Images that are not square: rows and columns are not swapped anywhere, and all that squares have, they have."""
 
+import math
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -36,17 +38,14 @@ def load_ways(source: Path, size, **settings) -> list:
 
 @pytest.mark.parametrize("grid", [(2, 7), (5, 3)])
 def test_nearest_visible_patches_by_search(grid):
-    columns = grid[1]
+    places = list(product(*map(range, grid)))
     corruption = stack([draw(CorruptionConfig(), grid, 0, 0, 0)])
     corrupted = corruption.positions[0].tolist()
-    visible = [position for position in range(grid[0] * grid[1]) if position not in corrupted]
+    visible = [position for position in range(len(places)) if position not in corrupted]
     nearest = nearest_visible(corruption, grid)[0].tolist()
     for position, two_nearest in zip(corrupted, nearest, strict=True):
-        by_distance = sorted(
-            ((position // columns - other // columns) ** 2 + (position % columns - other % columns) ** 2, other)
-            for other in visible
-        )
-        assert two_nearest == [other for _, other in by_distance[:2]]
+        by_distance = sorted(visible, key=lambda other: math.dist(places[position], places[other]))
+        assert two_nearest == by_distance[:2]
 
 
 @pytest.mark.parametrize("name", [None, "vit_tiny_patch16_224"])

@@ -127,22 +127,23 @@ def test_commands_of_a_page_have_settings_that_exist_and_fit(page, monkeypatch):
         if not is_whole([name, *words]):
             continue
         try:
-            assert name in commands(), name
-            _, module, config = locate_command(name)
-            parse(getattr(import_module(module), config), words)
+            parse(config_of(name), words)
         except UserError as error:
             wrong.append(f"{name} {shlex.join(words)}: {error}")
     assert not wrong
 
 
+def config_of(command: str) -> type:
+    """The settings of a command."""
+    assert command in commands(), command
+    _, module, name = locate_command(command)
+    return getattr(import_module(module), name)
+
+
 @lru_cache
 def all_settings():
     """The settings of all commands."""
-    found = set()
-    for name in commands():
-        _, module, config = locate_command(name)
-        found.update(flatten(getattr(import_module(module), config)()))
-    return found
+    return {key for name in commands() for key in flatten(config_of(name)())}
 
 
 @of_each_page
@@ -159,13 +160,14 @@ def test_settings_that_a_page_names_exist(page):
 @pytest.mark.parametrize("page", ["mpp/your_images.md", "evaluation/compare.md"])
 def test_the_yaml_of_a_page_is_a_comparison_or_a_sweep(page, tmp_path):
     file = tmp_path / "shown.yaml"
+    words = [f"--config={file}"]
     for text in YAML.findall((ROOT / page).read_text()):
         file.write_text(text)
         if "vary:" in text:
-            assert plan_sweep(parse(SweepConfig, [f"--config={file}"])).trials
-        else:
-            for case in cases_of(read_entries(parse(CompareConfig, [f"--config={file}"]))):
-                evaluation_settings(case)  # raises where one does not exist
+            assert plan_sweep(parse(SweepConfig, words)).trials
+            continue
+        for case in cases_of(read_entries(parse(CompareConfig, words))):
+            evaluation_settings(case)  # raises where one does not exist
 
 
 def python_of(page: str):
@@ -184,7 +186,7 @@ def test_the_python_of_the_page_on_encoders_works(finished_run, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(finished_run)
-    Image.fromarray(picture(0)).save("photo.jpg")
+    Image.fromarray(picture()).save("photo.jpg")
     of_photos, _ = python_of("mpp/use_encoder.md")
     names = {}
     exec(of_photos, names)

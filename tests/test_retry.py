@@ -43,7 +43,7 @@ def test_a_read_is_tried_again_with_growing_pauses(pauses, capsys):
 def test_a_read_that_goes_on_failing_is_an_error(monkeypatch, pauses, tmp_path):
     """Also where a store's client raises errors of no common type, as botocore's."""
     with refused(r"gone\.png cannot be read, tried for 7 s: .*No such file", ReadFailed):
-        read_cell({"bytes": None, "path": str(tmp_path / "gone.png")}, 3)
+        read_cell({"bytes": None, "path": f"{tmp_path}/gone.png"}, 3)
     monkeypatch.setattr("mpp.data.columns.fsspec.open", Mock(side_effect=Exception("slow down")))
     with refused("slow down", ReadFailed):
         read_cell({"bytes": None, "path": "s3://bucket/1.png"}, 2)
@@ -64,9 +64,7 @@ def test_an_answer_that_stays_the_same_is_not_asked_for_again(status, is_cause, 
 
 @pytest.mark.parametrize("endpoint, expected_pauses", [("https://hub.invalid", []), ("http://127.0.0.1:1", [1, 2, 4])])
 def test_a_hub_whose_address_is_unknown_is_not_asked_again(endpoint, expected_pauses, pauses, monkeypatch):
-    def load():
-        raise ConnectionError("Couldn't reach the hub")
-
+    load = Mock(side_effect=ConnectionError("Couldn't reach the hub"))
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
     with refused(r"server of data\.path owner/pictures \(not a file or folder .* be read.*Couldn't reach", ReadFailed):
         from_a_server(load, DataConfig(path="owner/pictures", read_retries=3))
@@ -77,7 +75,7 @@ def test_a_hub_whose_address_is_unknown_is_not_asked_again(endpoint, expected_pa
 def test_a_missing_file_below_a_root_that_is_there_is_unreadable_at_once(tmp_path, pauses, name):
     save(tmp_path / "data" / "a" / "1.png")
     with unreadable(r"gone\.png"):
-        read_cell({"bytes": None, "path": str(tmp_path / "data" / name)}, 6, source=str(tmp_path / "data"))
+        read_cell({"bytes": None, "path": f"{tmp_path}/data/{name}"}, 6, source=f"{tmp_path}/data")
     assert pauses == []
 
 

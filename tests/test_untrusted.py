@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import encoded, picture, refused
+from conftest import put_picture, read_json, refused
 from image_files import decode_with, unreadable
 from safetensors import SafetensorError
 
@@ -78,7 +78,7 @@ def test_what_an_encoders_config_says_of_weights_elsewhere_is_not_followed(train
     encoder = trained / "encoder"
     torch.save({"state_dict": Payload(trap)}, encoder / "evil.bin")
     expected = load_encoder(encoder).state_dict()
-    config = json.loads((encoder / "config.json").read_text())
+    config = read_json(encoder / "config.json")
     words = json.loads(json.dumps(words).replace("FOLDER", str(encoder)))
     config["pretrained_cfg"] |= words
     (encoder / "config.json").write_text(json.dumps(config | words))
@@ -110,7 +110,7 @@ def test_a_checkpoint_whose_digests_are_senseless_or_name_any_file_is_damaged(ch
 def test_a_pickle_with_the_right_digest_is_not_loaded(checkpoints, trap):
     newest, restored = checkpoints
     torch.save(Payload(trap), newest / "model.safetensors")
-    state = json.loads((newest / "state.json").read_text())
+    state = read_json(newest / "state.json")
     state["sha256"]["model.safetensors"] = sha256_of(newest / "model.safetensors")
     (newest / "state.json").write_text(json.dumps(state))
     with pytest.raises(SafetensorError):
@@ -122,7 +122,7 @@ def test_an_image_folder_with_links_and_ways_out_stays_inside(pretrain, tmp_path
     secret.parent.mkdir()
     secret.write_text("a secret")
     (image_folder / "cat" / "link.png").symlink_to(secret)
-    (image_folder / "dog" / "..png").write_bytes(encoded(picture(3)))
+    put_picture(image_folder / "dog" / "..png", 3)
     folder = pretrain(f"--data.path={image_folder}")
     assert "a secret" not in "".join(path.read_text() for path in [*folder.glob("*.*l"), *folder.glob("*.txt")])
     assert [*secret.parent.iterdir()] == [secret]
