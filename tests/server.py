@@ -147,6 +147,11 @@ def finish(command: Command) -> Command:
     return command
 
 
+def was_killed(command: Command) -> None:
+    """Each of its processes ends by SIGKILL."""
+    assert set(command.wait()) == {-signal.SIGKILL}, command.said[-3000:]
+
+
 def fails(command: Command, *said: str) -> None:
     """Each of its processes ends with an error, which says this, and with no traceback."""
     assert set(command.wait()) == {2}, command.said[-3000:]
