@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import ADAM, ONLY_MASKED, TINY, equal_tensors, exported, read_metrics
+from conftest import ADAM, ONLY_MASKED, TINY, equal_tensors, exported, read_json, read_metrics
 from model_inputs import HALVES, MASKED, draw_batch, random_images, scaled
 from safetensors.torch import load_file, save_file
 from server import begin, finish
@@ -230,8 +230,8 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
     teacher = tmp_path / "teacher"
     words = (*FEATURES, f"--objective.teacher={teacher}", "--objective.loss=cosine")
     shutil.copytree(finished_run / "encoder", teacher)
-    about = json.loads((teacher / "config.json").read_text()) | {"data": {"range": [0, 9]}}
-    (teacher / "config.json").write_text(json.dumps(about))
+    about = teacher / "config.json"
+    about.write_text(json.dumps(read_json(about) | {"data": {"range": [0, 9]}}))
     folder = pretrain(*words)
     assert "learned from images of data {'range': [0, 9]}; here they are" in capsys.readouterr().out
     assert {name.split(".")[0] for name in last_weights(folder)} == {"student"}

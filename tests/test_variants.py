@@ -20,11 +20,7 @@ from mpp.models.variants import RELATIVE, PositionedAttention
 
 NUMBERS = dict(width=24, depth=2, heads=3, img_size=32, patch_size=8)
 KINDS = {
-    "none": dict(position="none"),
-    "learned_2d": dict(position="learned_2d"),
-    "relative": dict(position="relative"),
-    "relative_bias": dict(position="relative_bias"),
-    "rope": dict(position="rope"),
+    **{position: dict(position=position) for position in ("none", "learned_2d", *RELATIVE)},
     "every": dict(position_at="every"),
     "every_shared sincos_2d": dict(position="sincos_2d", position_at="every_shared"),
     "stride": dict(stride=4),
