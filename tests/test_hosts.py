@@ -102,7 +102,7 @@ def goes_on(hosts, folder) -> bytes:
 def unhurried() -> None:
     """An update takes 20 ms at least, and nobody waits for another for more than 5 s."""
 
-    def act(rank: int) -> None:
+    def act(_) -> None:
         set_timeout(timedelta(seconds=5))
         time.sleep(0.02)
 
@@ -110,7 +110,7 @@ def unhurried() -> None:
 
 
 def patient() -> None:
-    at_update(None, lambda rank: time.sleep(0.02))
+    at_update(None, lambda _: time.sleep(0.02))
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["data-parallel", "sharded"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import HANGS, launched, read_metrics, tiny_without, write_pictures
 from safetensors.torch import load_file, save_file
-from server import Command, begin, context, environments_of, fails, finish, free_port
+from server import Command, at_update, begin, context, environments_of, fails, finish, free_port
 
 import mpp.pretrain
 from evaluation import features, supervised
@@ -64,17 +64,13 @@ def test_nodes_that_see_other_images_are_refused(tmp_path):
 
 def drift(step: int) -> None:
     """On the second of two processes, a weight changes its last bit before this step, as by a fault of its memory."""
-    from mpp.training.loop import TrainingStep
 
-    begin = TrainingStep.begin
-
-    def drifting(self, number, measure):
-        if number == step and self.layout.rank == 1:
-            weight = next(self.model.parameters()).detach().view(-1)[:1]
+    def act(update):
+        if update.layout.rank == 1:
+            weight = next(update.model.parameters()).detach().view(-1)[:1]
             weight.copy_(torch.nextafter(weight, torch.full((1,), torch.inf)))
-        begin(self, number, measure)
 
-    TrainingStep.begin = drifting
+    at_update(step, act)
 
 
 @pytest.mark.faults

@@ -1,13 +1,12 @@
 """Training that is sharded over processes (FSDP2): the same losses, the same checkpoints, less memory."""
 
-import signal
 from functools import partial
 
 import pytest
 import torch
 from conftest import ADAM, TINY, exported, launched, read_metrics, tiny_without
 from conftest import same as same_bits
-from server import Command, begin, die_at, finish
+from server import Command, begin, die_at, finish, was_killed
 from torch.distributed.fsdp import fully_shard
 
 from mpp.config import OptimConfig, RunConfig
@@ -67,8 +66,8 @@ def test_three_processes_that_are_killed_end_with_the_same_bits(tmp_path, option
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     how = dict(processes=3, sharded=True)
     finish(begin(whole, *words, **how))
-    run = begin(killed, *words, prepare=partial(die_at, 7), **how)
-    assert run.wait() == [-signal.SIGKILL] * 3 and newest_step(killed) == 5
+    was_killed(begin(killed, *words, prepare=partial(die_at, 7), **how))
+    assert newest_step(killed) == 5
     finish(begin(killed, *words, **how))
     same_bits(killed, whole)
 
@@ -80,8 +79,8 @@ def test_a_run_goes_on_in_another_layout(tmp_path, pretrain, stopped_at):
     moved = tmp_path / "run"
     stopped_at(3, *words)
     for step, sharded in ((6, True), (8, False)):
-        run = begin(moved, *words, processes=2, sharded=sharded, prepare=partial(die_at, step))
-        assert run.wait() == [-signal.SIGKILL] * 2 and newest_step(moved) == step, run.said
+        was_killed(begin(moved, *words, processes=2, sharded=sharded, prepare=partial(die_at, step)))
+        assert newest_step(moved) == step
     same(pretrain(*words), pretrain(*words, dir=tmp_path / "one"))
 
 
