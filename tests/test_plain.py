@@ -8,14 +8,13 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import ONLY_MASKED, read_metrics, tiny_without
+from conftest import ONLY_MASKED, read_metrics, refused, tiny_without
 from model_inputs import MASKED, draw_batch, names_where, randomize, scales_of
 from timm.models.eva import Eva
 from torch import nn
 
 from evaluation import finetune, knn, visualize
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, OptimConfig
-from mpp.errors import UserError
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_model
@@ -180,7 +179,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "settings", "words"), REFUSED)
 def test_a_model_that_does_not_serve_is_refused_by_name(name, settings, words):
-    with pytest.raises(UserError, match=re.escape(words)):
+    with refused(re.escape(words)):
         build_encoder(ModelConfig(name=name, **NUMBERS | settings))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import HANGS, launched, read_metrics, tiny_without, write_pictures
+from conftest import HANGS, close, launched, read_metrics, tiny_without, write_pictures
 from safetensors.torch import load_file, save_file
 from server import Command, at_update, begin, context, environments_of, fails, finish, free_port
 
@@ -26,9 +26,7 @@ from mpp.training.checkpoint import newest_step
 
 def same(one: Path, other: Path, *keys: str) -> None:
     """Both runs logged the same."""
-    for key in ("loss", "accuracy", "heldout/loss", *keys):
-        expected = read_metrics(one, key)
-        assert len(expected) >= 1 and read_metrics(other, key) == pytest.approx(expected, abs=1e-4), key
+    close(other, one, "accuracy", "heldout/loss", *keys, abs=1e-4)
 
 
 @pytest.mark.faults
@@ -140,7 +138,7 @@ def test_the_config_of_two_machines_on_one_host(pretrain, tmp_path):
     assert [each["LOCAL_RANK"] for each in environments] == ["0", "0"]
     two = finish(begin(tmp_path / "two", "--run.steps=3", environments=environments))
     assert "2 processes on cpu" in two.said
-    assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(pretrain("--run.steps=3")), abs=1e-4)
+    close(tmp_path / "two", pretrain("--run.steps=3"), abs=1e-4)
 
 
 @pytest.mark.faults

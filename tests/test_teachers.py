@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import ADAM, ONLY_MASKED, TINY, equal_tensors, exported, read_json, read_metrics
+from conftest import ADAM, ONLY_MASKED, TINY, close, equal_tensors, exported, read_json, read_metrics, refused
 from model_inputs import HALVES, MASKED, draw_batch, random_images, scaled
 from safetensors.torch import load_file, save_file
 from server import begin, finish
@@ -241,7 +241,7 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
     weights = load_file(teacher / "model.safetensors")
     save_file(weights | {"norm.bias": weights["norm.bias"] + 1}, teacher / "model.safetensors")
     shutil.rmtree(folder / "encoder")
-    with pytest.raises(UserError, match=r"started with other images or weights: objective.teacher: weights changed"):
+    with refused(r"started with other images or weights: objective.teacher: weights changed"):
         pretrain(*words)
 
 
@@ -318,5 +318,5 @@ def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pr
     for name, option in more.items():
         other = tmp_path / name
         finish(begin(other, *words, option, processes=2, sharded=name == "shares"))
-        for key in ("loss", "optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss"):
-            assert read_metrics(other, key) == pytest.approx(read_metrics(one, key), rel=1e-4)
+        keys = ("optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss")
+        close(other, one, *keys, rel=1e-4)
