@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 from conftest import ADAM, ROOT, close, equal_tensors, exported, read_json, read_metrics, refused, same, tiny_without
-from model_inputs import draw_batch, random_images
+from model_inputs import by_timm, draw_batch, random_images
 from safetensors.torch import load_file
 from server import begin, die_at, finish, was_killed
 
@@ -67,10 +67,6 @@ def tokens(encoder, images):
         return encoder.eval().forward_features(images)
 
 
-def images_of(size: int = 32):
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(2))
-
-
 def plain_names():
     return set(built()[0].encoder.state_dict())
 
@@ -79,7 +75,7 @@ def plain_names():
 def test_a_low_rank_step_moves_the_output_and_merges_to_the_bit(options):
     """Merged are the first weights and the product: under autocast, too, rounded once, as those of a plain encoder."""
     model, config = built(*options)
-    images = images_of()
+    images = torch.randn(2, 3, 32, 32)
     reference, _ = built(*(option for option in options if "lora" not in option and "train" not in option))
     before = tokens(model.encoder, images)
     assert torch.equal(before, tokens(reference.encoder, images))  # the change is zero at first
@@ -123,7 +119,7 @@ def test_attention_that_reads_its_weight_past_the_layer_is_changed_too(name, mon
     model, _ = build_model(config)
     changes = {path: module for path, module in model.named_modules() if isinstance(module, LowRankChange)}
     assert sum("qkv" in path for path in changes) == 2
-    images, corruption = images_of(2 * patch), batch(model, config)[1]
+    images, corruption = torch.randn(2, 3, 2 * patch, 2 * patch), batch(model, config)[1]
     before = tokens(model.encoder, images)
     model.train()
     calls.clear()
@@ -256,7 +252,7 @@ def test_a_killed_run_ends_with_the_same_bits(pretrain, stopped_at, finished_run
 def test_timm_alone_loads_an_encoder_that_was_merged(pretrain, finished_run, capfd):
     run = pretrain(*ADAM, f"--model.init_from={finished_run}", *LORA)
     assert "M are trained" in capfd.readouterr().out
-    encoder = timm.create_model(f"local-dir:{run / 'encoder'}", pretrained=True, num_classes=0)
+    encoder = by_timm(run / "encoder")
     assert "LoRA" in (run / "encoder" / "README.md").read_text()
     first, second = exported(finished_run), encoder.state_dict()
     assert second.keys() == first.keys()
@@ -308,7 +304,7 @@ def test_settings_that_harm_are_named_before_the_first_step(pretrain, tmp_path, 
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "shards"])
+@pytest.mark.parametrize("sharded", [False, True])
 def test_two_processes_train_a_part_as_one_does(tmp_path, pretrain, finished_run, sharded):
     """A frozen start and parameters by name, killed in between. LoRA: copies alone."""
     runs = {"frozen": ("--optim.frozen_steps=3",), "part": ("--model.train=attn.proj", "--optim.frozen_steps=1")}

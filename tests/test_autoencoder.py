@@ -1,10 +1,12 @@
 """The masked autoencoder: how its decoder begins, what both cost, and which encoders it refuses."""
 
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
 from conftest import refused
-from model_inputs import HALVES, MASKED, draw_batch, random_images
+from model_inputs import HALVES, MASKED, draw_batch, random_images, small_vit
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig
@@ -16,10 +18,8 @@ from mpp.training.flops import executed_flops
 SMALL = NetworkConfig(name="autoencoder", decoder_width=16, decoder_depth=2, decoder_heads=2)
 
 
-def autoencoder(decoder=SMALL, **changes):
-    torch.manual_seed(1)
-    sizes = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=0)
-    encoder = timm.create_model("vit_base_patch16_224", **sizes | changes)
+def autoencoder(decoder=SMALL):
+    encoder = small_vit(embed_dim=24, depth=2)
     set_attention(encoder, fused=False)
     return build_network(decoder, encoder, 5, *HALVES)
 
@@ -30,7 +30,7 @@ def images_and_corruption():
 
 
 def test_compute_falls_with_the_patches_that_are_seen():
-    model = autoencoder(NetworkConfig(name="autoencoder", decoder_width=16, decoder_depth=1, decoder_heads=2))
+    model = autoencoder(replace(SMALL, decoder_depth=1))
     images, corruption = images_and_corruption()
     with FlopCounterMode(display=False) as counter:
         model(images, corruption)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from conftest import equal_tensors, killed_at, read_metrics, refused, tiny_without, title_and_tags, weights_of
-from model_inputs import HALVES, random_images
+from model_inputs import HALVES, by_timm, random_images
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from timm.models.deit import VisionTransformerDistilled
@@ -89,7 +89,7 @@ def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path,
     monkeypatch.setattr(Classification, "flops", lambda task: models.append(task.model) or flops(task))
     train(folder, f"--distill.teacher={teacher}", "--distill.kind=soft", "--model.mean=[0.3,0.4,0.5]")
     model = models[0].eval()
-    encoder = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True).eval()
+    encoder = by_timm(folder / "encoder")
     assert type(encoder) is VisionTransformerDistilled
     tokens = encoder.forward_features(model.normalize(pixels))
     assert tokens.shape == (2, 2 + 16, 16)
@@ -162,10 +162,9 @@ def test_the_teacher_sees_the_students_crop_and_does_not_learn(teacher):
 
 def test_a_teacher_of_timms_normalises_and_resizes_for_itself(teacher):
     pixels = random_images(2)
-    model = timm.create_model(f"local-dir:{teacher}", pretrained=True).eval()
     resized = F.interpolate(pixels.float(), (40, 40), mode="bilinear", antialias=True) / 255
     mean, std = torch.tensor([[0.4, 0.5, 0.6], [0.2, 0.3, 0.4]])[..., None, None]
-    torch.testing.assert_close(load_teacher(str(teacher), 9)(pixels), model((resized - mean) / std))
+    torch.testing.assert_close(load_teacher(str(teacher), 9)(pixels), by_timm(teacher)((resized - mean) / std))
 
 
 def test_a_supervised_runs_teacher_is_the_network_that_the_run_evaluated(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from conftest import refused
-from model_inputs import HALVES
+from model_inputs import HALVES, by_timm
 from timm.data import IMAGENET_DEFAULT_MEAN
 
 import mpp
@@ -30,11 +30,6 @@ def exported(tmp_path_factory):
     torch.manual_seed(0)
     encoder = build_encoder(ModelConfig(depth=2, attention="fused")).eval()  # as timm's own default
     return encoder, export(encoder, tmp_path_factory.mktemp("run") / "encoder")
-
-
-def by_timm(folder):
-    """The encoder of a folder, as timm alone loads it."""
-    return timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
 def test_export_is_the_same_bits_every_time_and_an_interrupted_one_leaves_the_last(exported, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
-from conftest import HANGS, wait_until
+from conftest import HANGS, refused, wait_until
 
 from mpp.errors import ReadFailed, UserError
 from mpp.runtime import signals

@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 import datasets
 import pytest
-import timm
-import torch
 from conftest import ROOT, encoded, picture, put_picture, read_json, tiny_without
-from model_inputs import HALVES
+from model_inputs import HALVES, small_vit
 from timm.data import ImageNetInfo
 
 from evaluation import finetune, predict
@@ -37,11 +35,12 @@ LAYOUTS = {
     "pets": Layout(("train", "test"), "image", {"label": 37, "label_cat_dog": 2}),
     "imagenet": Layout(("train", "validation", "test"), "image", {"label": 1000}),
 }
+RATES = (0.001, 0.003, 0.01, 0.03)
 TABLE_4 = {  # steps, dev split, learning rates
-    "cifar10": (10_000, 0.02, (0.001, 0.003, 0.01, 0.03)),
-    "cifar100": (10_000, 0.02, (0.001, 0.003, 0.01, 0.03)),
-    "pets": (500, 0.1, (0.001, 0.003, 0.01, 0.03)),
-    "flowers": (500, 0.1, (0.001, 0.003, 0.01, 0.03)),
+    "cifar10": (10_000, 0.02, RATES),
+    "cifar100": (10_000, 0.02, RATES),
+    "pets": (500, 0.1, RATES),
+    "flowers": (500, 0.1, RATES),
     "imagenet": (20_000, 0.01, (0.003, 0.01, 0.03, 0.06)),
 }
 
@@ -67,9 +66,7 @@ def write_dataset(folder, layout):
 
 def tiny_encoder(folder, patch, side):
     """The encoder folder of an untrained ViT with patches of a published one's size."""
-    torch.manual_seed(0)
-    sizes = dict(img_size=side, patch_size=patch, embed_dim=16, depth=1, num_heads=2, num_classes=0)
-    export_encoder(timm.create_model("vit_base_patch16_224", **sizes), folder, side, *HALVES, 0.875)
+    export_encoder(small_vit(img_size=side, patch_size=patch, depth=1), folder, side, *HALVES, 0.875)
     return folder
 
 

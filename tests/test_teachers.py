@@ -9,7 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from conftest import ADAM, ONLY_MASKED, TINY, close, equal_tensors, exported, read_json, read_metrics, refused
-from model_inputs import HALVES, MASKED, draw_batch, random_images, scaled
+from model_inputs import HALVES, MASKED, draw_batch, random_images, scaled, small_vit
 from safetensors.torch import load_file, save_file
 from server import begin, finish
 
@@ -149,9 +149,7 @@ def test_half_lives_are_shares_of_the_run():
 
 def frozen(img_size, patch_size, **options):
     """A teacher of fixed random weights, for a student with 4 x 4 patches."""
-    torch.manual_seed(3)
-    sizes = dict(embed_dim=16, depth=2, num_heads=2, img_size=img_size, patch_size=patch_size)
-    encoder = timm.create_model("vit_base_patch16_224", num_classes=0, **sizes, **options)
+    encoder = small_vit(img_size=img_size, patch_size=patch_size, **options)
     config = features(teacher="x", teacher_norm="none")
     return FeatureTeacher(encoder, Normalize(*HALVES), (4, 4), config, (img_size, img_size))
 

@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from conftest import refused
-from model_inputs import HALVES, draw_batch, random_images, randomize
+from model_inputs import HALVES, by_timm, draw_batch, random_images, randomize
 
 import mpp
 from mpp.config import CorruptionConfig, ModelConfig
@@ -100,7 +100,7 @@ def turned(vector, token):
     return torch.view_as_real(numbers * torch.exp(1j * angles)).flatten()
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("position", ["none", *RELATIVE])
 def test_attention_is_what_a_loop_over_pairs_gives(position, fused):
     """At all tokens, and at some."""
@@ -216,8 +216,7 @@ def test_an_exported_encoder_is_rebuilt_also_for_other_images(kind, tmp_path):
     folder = export(encoder, tmp_path)
     loaded = mpp.load_encoder(tmp_path)
     assert not loaded.training
-    by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    for other in (loaded, by_timm):
+    for other in (loaded, by_timm(folder)):
         set_attention(other, fused=False)
         torch.testing.assert_close(other.forward_features(images), tokens, rtol=0, atol=1e-5)
     if kind == "axial, relative_bias":
@@ -257,7 +256,7 @@ def test_tables_of_a_square_are_stretched_as_they_lie(kind, tmp_path):
 def test_timm_itself_takes_no_table_of_as_many_patches(tmp_path):
     folder = export(build(position_at="every"), tmp_path)
     with pytest.raises(ValueError, match="fit this size alone"):
-        timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=(16, 64))
+        by_timm(folder, img_size=(16, 64))
 
 
 @pytest.mark.faults
