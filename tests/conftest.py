@@ -258,10 +258,18 @@ def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-def same(one: Path, other: Path) -> None:
-    """Two runs have the same bits."""
+def same(one: Path, other: Path, *keys: str) -> None:
+    """Two runs have the same bits, losses, and values of these scalars."""
     assert weights_of(one) == weights_of(other)
-    assert read_metrics(one) == read_metrics(other)
+    for key in ("loss", *keys):
+        assert read_metrics(one, key) == read_metrics(other, key)
+
+
+def close(one: Path, other: Path, *keys: str, **tolerance: float) -> None:
+    """Two runs have logged the same losses and values of these scalars, but for rounding."""
+    for key in ("loss", *keys):
+        expected = read_metrics(other, key)
+        assert expected and read_metrics(one, key) == pytest.approx(expected, **tolerance), key
 
 
 def without_times(folder: Path) -> list[dict]:

@@ -70,11 +70,7 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         pretended = of_device((kwargs or {}).get("device")) or any(issubclass(each, Pretended) for each in types)
-        return (compute if pretended else call)(operation, args, kwargs or {})
-
-
-def call(operation, args, kwargs):
-    return operation(*args, **kwargs)
+        return compute(operation, args, kwargs or {}) if pretended else operation(*args, **kwargs or {})
 
 
 def of_device(device) -> bool:
@@ -262,11 +258,9 @@ def pretend_in_ours() -> None:
 
     replace_everywhere(hardware.device, lambda: DEVICE)
     during(Loop, "__init__", lambda *_, **__: "setting up", then="between")
-    during(Loop, "log_step", lambda *_, **__: "logging")
-    during(Loop, "evaluate_at_start", lambda *_, **__: "evaluating")
-    during(Loop, "evaluate", lambda *_, **__: "evaluating")
-    during(Loop, "save", lambda *_, **__: "saving")
-    during(ImageTask, "export", lambda *_, **__: "exporting")
+    for name in ("log_step", "evaluate_at_start", "evaluate", "save"):
+        during(Loop, name, lambda *_, name=name, **__: name)
+    during(ImageTask, "export", lambda *_, **__: "export")
 
     def step_of(self, *_):
         return "first updates" if self.step < 2 else "logged update" if self.measure else "update"

@@ -23,6 +23,11 @@ def small_vit(**changes):
     return timm.create_model("vit_base_patch16_224", **settings | changes).eval()
 
 
+def by_timm(folder, **options):
+    """The encoder of a folder as timm alone loads it, in eval mode."""
+    return timm.create_model(f"local-dir:{folder}", pretrained=True, **options).eval()
+
+
 def scaled(images) -> torch.Tensor:
     """Images from 0 to 255 as a network with the moments HALVES sees them."""
     return (images / 255 - 0.5) / 0.5

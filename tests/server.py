@@ -147,6 +147,11 @@ def finish(command: Command) -> Command:
     return command
 
 
+def was_killed(command: Command) -> None:
+    """Each of its processes ends by SIGKILL."""
+    assert set(command.wait()) == {-signal.SIGKILL}, command.said[-3000:]
+
+
 def fails(command: Command, *said: str) -> None:
     """Each of its processes ends with an error, which says this, and with no traceback."""
     assert set(command.wait()) == {2}, command.said[-3000:]
@@ -174,14 +179,14 @@ def environments_of(processes: int, sharded: bool) -> list[dict[str, str]]:
 
 
 def at_update(step: int | None, act: Callable[..., None]) -> None:
-    """In each process: call `act` with the rank before update `step` (from 0), or before each."""
+    """In each process: call `act` with a `TrainingStep` before update `step` (from 0), or before each."""
     from mpp.training.loop import TrainingStep
 
     begin = TrainingStep.begin
 
     def act_and_begin(self, number, measure):
         if step in (None, number):
-            act(self.layout.rank)
+            act(self)
         begin(self, number, measure)
 
     TrainingStep.begin = act_and_begin
@@ -189,7 +194,7 @@ def at_update(step: int | None, act: Callable[..., None]) -> None:
 
 def die_at(step: int) -> None:
     """SIGKILL to all of the group, loader processes included, before update `step`; what was before it is written."""
-    at_update(step, lambda rank: None if rank else os.killpg(0, signal.SIGKILL))
+    at_update(step, lambda update: None if update.layout.rank else os.killpg(0, signal.SIGKILL))
 
 
 def limit_files(size: int) -> None:
@@ -199,7 +204,7 @@ def limit_files(size: int) -> None:
 
 def wait_at(step: int, file: Path) -> None:
     """Wait for a file before update `step`: so the test has time to act, on any machine."""
-    at_update(step, lambda rank: wait_until(file.exists))
+    at_update(step, lambda _: wait_until(file.exists))
 
 
 def mounts_are_allowed() -> bool:
@@ -226,7 +231,7 @@ def told_to_stop() -> Callable[[], bool]:
 def wait_for_signal_at(step: int, rank: int) -> None:
     """One process waits for its signal before update `step`, and the others with it for their gradients."""
     told = told_to_stop()
-    at_update(step, lambda own: wait_until(told) if own == rank else None)
+    at_update(step, lambda update: wait_until(told) if update.layout.rank == rank else None)
 
 
 def act_prepared(prepare: Callable[[], None], *args) -> None:

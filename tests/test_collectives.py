@@ -26,16 +26,14 @@ GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduc
 
 
 @pytest.fixture
-def group_of(monkeypatch):
-    """group_of(16): this process is the first of 16, the others of which are pretended, in a sharded run."""
+def group_of_eight(monkeypatch):
+    """This process is the first of eight, the others of which are pretended, in a sharded run."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setattr(parallel, "broadcast", lambda tensor: tensor)
 
-    def begin(processes):
-        distributed.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
-
-    yield begin
+    distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield
     distributed.destroy_process_group()
 
 
@@ -55,13 +53,13 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def shard(model, processes, precision="bf16", **run):
-    """The model as the first of so many processes has it."""
+def shard(model, precision="bf16", **run):
+    """The model as the first of eight processes has it."""
     AcceleratorState._reset_state(True)
     real = Accelerator(cpu=True, mixed_precision=precision)
     pretended = SimpleNamespace(
         device=real.device,
-        num_processes=processes,
+        num_processes=8,
         mixed_precision=real.mixed_precision,
         prepare_model=real.prepare_model,
         prepare=lambda optimizer: optimizer,
@@ -81,10 +79,9 @@ def count(sharded):
     return counted
 
 
-def test_bf16_gathers_half_the_bytes_and_reduces_in_float32(group_of):
-    group_of(8)
-    full = count(shard(vit(), 8, "no"))
-    half = count(shard(vit(), 8))
+def test_bf16_gathers_half_the_bytes_and_reduces_in_float32(group_of_eight):
+    full = count(shard(vit(), "no"))
+    half = count(shard(vit()))
     assert half.calls[GATHER, torch.float32] == 1  # norms, tokens and positions of the whole model
     gathered = half.bytes[GATHER, torch.bfloat16] + half.bytes[GATHER, torch.float32]
     assert 0.5 < gathered / full.bytes[GATHER, torch.float32] < 0.51
@@ -92,16 +89,14 @@ def test_bf16_gathers_half_the_bytes_and_reduces_in_float32(group_of):
     assert set(half.calls) == {(GATHER, torch.float32), (GATHER, torch.bfloat16), (SCATTER, torch.float32)}
 
 
-def test_gradients_travel_in_bf16_where_it_is_asked_for(group_of):
-    group_of(8)
-    counted = count(shard(vit(), 8, reduction="bf16"))
+def test_gradients_travel_in_bf16_where_it_is_asked_for(group_of_eight):
+    counted = count(shard(vit(), reduction="bf16"))
     assert counted.calls[SCATTER, torch.bfloat16] == 5 and counted.calls[SCATTER, torch.float32] == 0
 
 
-def test_each_of_eight_processes_holds_an_eighth(group_of):
+def test_each_of_eight_processes_holds_an_eighth(group_of_eight):
     """Of weights, gradients and Muon's state, but for the rows that eight do not divide."""
-    group_of(8)
-    sharded = shard(vit(), 8)
+    sharded = shard(vit())
     count(sharded)
     sharded.optimizer.step()
     parameters = list(sharded.model.parameters())

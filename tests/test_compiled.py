@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import TINY, read_metrics, weights_of
 from functorch.compile import make_boxed_func
-from server import Command, begin, fails, finish
+from server import Command, begin, fails, finish, was_killed
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
@@ -96,6 +96,7 @@ KINDS = {
     "rotations, autoencoder": (1e-5, "--model.name=vit_small_patch16_dinov3", "--config=rivals/mae", *OF_64),
     "rotations of each block": (1e-5, "--model.name=vit_small_patch16_rope_mixed_ape_224", *CLUSTER[1:], *OF_64),
     "tables of biases": (1e-5, "--model.name=beit_base_patch16_224", *OF_64),
+    "low-rank changes": (1e-5, "--model.train=blocks\\.1\\.", "--model.lora_rank=2", *SGD),
 }
 KINDS["rotations, autoencoder"] += ("--model.position=learned", "--network.decoder_depth=2")
 
@@ -113,8 +114,8 @@ def test_two_processes_that_compile_and_are_killed_end_with_the_same_bits(tmp_pa
     words = (*CLUSTER, "--run.steps=6", "--model.width=192", "--model.depth=3", *SGD)
     losses = losses_of_both(tmp_path, (*TINY, *words), 1e-5, processes=2)
     start = partial(begin, tmp_path / "killed", *words, "--run.compile=true", processes=2)
-    run = start(prepare=partial(as_one_graph, tmp_path, dies_at=5))
-    assert run.wait() == [-signal.SIGKILL] * 2 and newest_step(tmp_path / "killed") == 4
+    was_killed(start(prepare=partial(as_one_graph, tmp_path, dies_at=5)))
+    assert newest_step(tmp_path / "killed") == 4
     finish(start())
     assert weights_of(tmp_path / "compiled") == weights_of(tmp_path / "killed")
     assert read_metrics(tmp_path / "killed") == losses

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from model_inputs import HALVES
+from conftest import refused
+from model_inputs import HALVES, by_timm
 from timm.data import IMAGENET_DEFAULT_MEAN
 
 import mpp
 from evaluation.frozen.encoder import FrozenEncoder
 from mpp.config import ModelConfig, resized_side
-from mpp.errors import UserError
 from mpp.models.descriptions import EncoderFacts, export_encoder, learned_labels
 from mpp.models.encoder import build_encoder
 
 RGB_MOMENTS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 
 
-def export(encoder, folder):
-    export_encoder(encoder, folder, encoder.patch_embed.img_size[0], *RGB_MOMENTS, 1.0)
+def export(encoder, folder, **facts):
+    export_encoder(encoder, folder, encoder.patch_embed.img_size, *RGB_MOMENTS, 1.0, EncoderFacts(**facts))
     return folder
 
 
@@ -30,11 +30,6 @@ def exported(tmp_path_factory):
     torch.manual_seed(0)
     encoder = build_encoder(ModelConfig(depth=2, attention="fused")).eval()  # as timm's own default
     return encoder, export(encoder, tmp_path_factory.mktemp("run") / "encoder")
-
-
-def by_timm(folder):
-    """The encoder of a folder, as timm alone loads it."""
-    return timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 
 def test_export_is_the_same_bits_every_time_and_an_interrupted_one_leaves_the_last(exported, tmp_path, monkeypatch):
@@ -91,7 +86,7 @@ def test_the_crop_of_published_weights_does_not_travel(tmp_path):
     """Theirs squashes the whole image; a run from them crops at the centre."""
     published = timm.create_model("eva02_base_patch14_448.mim_in22k_ft_in22k_in1k", depth=1, img_size=28, num_classes=0)
     assert timm.data.resolve_model_data_config(published)["crop_mode"] == "squash"
-    export_encoder(published, tmp_path, 28, *HALVES, 1.0)
+    export(published, tmp_path)
     assert timm.data.resolve_model_data_config(by_timm(tmp_path))["crop_mode"] == "center"
 
 
@@ -116,13 +111,11 @@ NAMES = ["heron", "NA", "None", "m\u00f6we"]
 
 
 def test_names_of_classes_travel_with_an_encoder(exported, tmp_path):
-    input_config = (64, *HALVES, 0.875)
     classifier = mpp.load_encoder(exported[1], num_classes=4)
-    export_encoder(classifier, tmp_path / "headed", *input_config, EncoderFacts(label_names=NAMES))
-    again = mpp.load_encoder(tmp_path / "headed")
+    again = mpp.load_encoder(export(classifier, tmp_path / "headed", label_names=NAMES))
     assert again.pretrained_cfg["label_names"] == NAMES
-    export_encoder(again, tmp_path / "again", *input_config)
-    export_encoder(again, tmp_path / "renamed", *input_config, EncoderFacts(label_names="abcd"))
+    export(again, tmp_path / "again")
+    export(again, tmp_path / "renamed", label_names="abcd")
     for name, names in {"headed": NAMES, "again": NAMES, "renamed": [*"abcd"]}.items():
         assert by_timm(tmp_path / name).pretrained_cfg["label_names"] == names
     for other in (0, 3):  # another head knows other classes
@@ -132,7 +125,7 @@ def test_names_of_classes_travel_with_an_encoder(exported, tmp_path):
 def test_transformers_knows_the_names_of_classes_and_gives_the_same_logits(tmp_path):
     transformers = pytest.importorskip("transformers")
     classifier = timm.create_model("vit_tiny_patch16_224", num_classes=4, depth=1, img_size=32).eval()
-    export_encoder(classifier, tmp_path, 32, *HALVES, 0.875, EncoderFacts(label_names=NAMES))
+    export(classifier, tmp_path, label_names=NAMES)
     theirs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
     assert theirs.config.id2label == dict(enumerate(NAMES))
     images = torch.randn(2, 3, 32, 32)
@@ -157,7 +150,7 @@ def test_timm_says_who_learned_labels(name, expected):
 
 def test_an_encoder_says_whether_it_learned_labels(exported, tmp_path):
     plain, folder = exported
-    export_encoder(plain, tmp_path / "with", 64, *HALVES, 0.875, EncoderFacts(learned_labels=True))
+    export(plain, tmp_path / "with", learned_labels=True)
     export(mpp.load_encoder(folder, num_classes=2), tmp_path / "headed")
     for source, expected in ((folder, False), (tmp_path / "with", True), (tmp_path / "headed", True)):
         assert learned_labels(str(source)) == learned_labels(str(source / "model.safetensors")) == expected
@@ -177,7 +170,7 @@ def test_fixed_positions_are_waves_and_travel_as_an_ordinary_table(exported, tmp
             waves += [wave(coordinate * 10000 ** -(k / 32)) for k in range(32)]
     torch.testing.assert_close(encoder.pos_embed[0, place], torch.tensor(waves), rtol=0, atol=1e-5)
     assert not encoder.pos_embed[0, 0].any() and not encoder.pos_embed.requires_grad
-    export_encoder(encoder, tmp_path, (40, 64), *HALVES, 1.0)
+    export(encoder, tmp_path)
     assert torch.equal(by_timm(tmp_path).pos_embed, encoder.pos_embed)
 
 
@@ -209,5 +202,5 @@ def test_no_encoder_there(tmp_path, exported):
     (tmp_path / "half").mkdir()
     shutil.copy(exported[1] / "config.json", tmp_path / "half")
     for source in (tmp_path, tmp_path / "half", "zoo:large"):
-        with pytest.raises(UserError, match="no encoder at"):
+        with refused("no encoder at"):
             mpp.load_encoder(source)

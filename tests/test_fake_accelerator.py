@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 
 import fake_accelerator
 import pytest
-from conftest import ONLY_MASKED, TINY, tiny_without, weights_of
+from conftest import ONLY_MASKED, TINY, read_json, tiny_without, weights_of
 from server import Command
 from test_distill import save_timm
 
@@ -73,7 +73,7 @@ def on_device(module: str, folder, *arguments: str) -> dict[str, set[str]]:
     run = Command(module, *arguments, prepare=partial(fake_accelerator.pretend, file))
     assert run.wait() == [0], run.said[-3000:]
     waits: dict[str, set[str]] = {}
-    for when, place in json.loads(file.read_text()):
+    for when, place in read_json(file):
         waits.setdefault(when, set()).add(place)
     assert not waits.keys() & set(BETWEEN), waits
     return waits

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,16 +55,20 @@ from server import (
     told_to_stop,
     wait_at,
     wait_for_signal_at,
+    was_killed,
 )
 
 from mpp.config import ImagesConfig
 from mpp.data import workers
-from mpp.data.decoding.decode import decode
-from mpp.errors import UnreadableImage
+from mpp.data.decoding import decode as decoding
+from mpp.data.views import FIXED_VIEW, ViewDataset
+from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.runtime import signals
 from mpp.runtime.processes import set_timeout
 from mpp.runtime.signals import EXIT_CODE, MARKER
+from mpp.training import loop
 from mpp.training.checkpoint import newest_step
+from mpp.training.loop import Loop, TrainingStep
 
 pytestmark = pytest.mark.faults
 
@@ -99,7 +103,7 @@ def undisturbed(tmp_path_factory):
 
 def unhurried():
     """An update takes 5 ms at least: between two checkpoints the test has time to act, on any machine."""
-    at_update(None, lambda rank: time.sleep(0.005))
+    at_update(None, lambda _: time.sleep(0.005))
 
 
 def kill_and_resume(start, folder, kills):
@@ -133,6 +137,14 @@ KILLS = {  # what is tallied -> kills, processes, options
     "one process": (20, 1, ("--run.steps=450", *READ_ANEW)),
     "two processes": (5, 2, ("--run.steps=200", "--data.batch_size=2")),
 }
+
+
+def stopped_by(name, folder):
+    """That a run has a checkpoint and the marker of a stop by this signal; the step."""
+    step = newest_step(folder)
+    assert step > 0
+    assert (folder / MARKER).read_text() == f"{name}, after step {step}; a checkpoint is written\n"
+    return step
 
 
 @pytest.mark.parametrize("kind", KILLS)
@@ -191,9 +203,8 @@ def test_preemption(tmp_path, tally, undisturbed, kind):
     else:
         run.signal(number)
     assert run.wait() == [EXIT_CODE] * processes, run.said[-3000:]
-    step = newest_step(stopped)
+    step = stopped_by(name, stopped)
     assert 10 <= step <= 21 and last_step(stopped) == step
-    assert (stopped / MARKER).read_text() == f"{name}, after step {step}; a checkpoint is written\n"
     assert f"after step {step}; a checkpoint is written" in run.said
     again = finish(begin(stopped, *options, **how))
     assert f"resuming {stopped} after step {step}" in again.said
@@ -214,9 +225,8 @@ def test_a_signal_under_the_launcher(tmp_path, tally):
     wait_until(lambda: last_step(tmp_path / "run") >= 3)
     os.killpg(run.pid, 15)
     run.communicate(timeout=HANGS)
-    step = newest_step(tmp_path / "run")
-    assert run.returncode == 1 and step > 0
-    assert (tmp_path / "run" / MARKER).read_text() == f"SIGTERM, after step {step}; a checkpoint is written\n"
+    assert run.returncode == 1
+    stopped_by("SIGTERM", tmp_path / "run")
     tally("SIGTERM to accelerate launch and its two processes", 1)
 
 
@@ -238,9 +248,7 @@ def test_a_closed_terminal_stops_a_run_that_still_writes_to_it(tmp_path, tally):
     wait_until(is_training)
     os.close(terminal)
     assert run.wait(HANGS) == EXIT_CODE
-    step = newest_step(tmp_path / "run")
-    assert step > 0
-    assert (tmp_path / "run" / MARKER).read_text() == f"SIGHUP, after step {step}; a checkpoint is written\n"
+    stopped_by("SIGHUP", tmp_path / "run")
     tally("a closed terminal (SIGHUP)", 1)
 
 
@@ -305,8 +313,6 @@ def test_a_signal_while_the_dataset_is_built_ends_at_once(tmp_path, tally, has_b
 
 def stall(file):
     """Checkpoints take for ever; a file says that one is begun. There is no echo of a signal."""
-    from mpp.training import loop
-
     loop.save_checkpoint = lambda *args: (file.touch(), time.sleep(10 * HANGS))
     signals.ECHO = 0.0
 
@@ -324,13 +330,13 @@ def test_a_second_signal_ends_at_once(tmp_path, tally):
 
 def fill_disk():
     """Metrics fit, from update 5 on the optimiser's state does not."""
-    at_update(5, lambda rank: limit_files(100_000))
+    at_update(5, lambda _: limit_files(100_000))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, tally, undisturbed):
     """A file where the checkpoints' folder should be: permission bits do not stop root."""
     folder = tmp_path / "run"
-    assert begin(folder, prepare=partial(die_at, 1)).wait() == [-signal.SIGKILL]
+    was_killed(begin(folder, prepare=partial(die_at, 1)))
     in_the_way = folder / "checkpoints"
     in_the_way.touch()
     fails(begin(folder), "step_00000002: the checkpoint cannot be written", "of steps []")
@@ -423,10 +429,10 @@ def test_images_go_away_while_a_run_reads_them(tmp_path, images, tally, undistur
 
 def refuse(data, answer):
     """Decode a bomb; send the error and by how many MB the memory's peak grew."""
-    decode(encoded(picture(0)), ImagesConfig())
+    decoding.decode(encoded(picture(0)), ImagesConfig())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        decode(data, ImagesConfig())
+        decoding.decode(data, ImagesConfig())
     except UnreadableImage as error:
         answer.send((str(error), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
 
@@ -444,13 +450,10 @@ def test_a_bomb_is_refused_in_little_memory(tally):
 
 def deadly(slow):
     """Decoding the image 07.png kills the process, as a fault in a decoder or a lack of memory does."""
-    from mpp.data.decoding import decode as decoding
-    from mpp.training.loop import TrainingStep
-
-    decode, begin_step, data = decoding.decode, TrainingStep.begin, encoded(picture(7))
+    decode, data = decoding.decode, encoded(picture(7))
     decoding.decode = lambda *given: os.kill(os.getpid(), 9) if given[0] == data else decode(*given)
     if slow:  # then the main process is not waiting for data when it hears of it
-        TrainingStep.begin = lambda *args, **kwargs: (time.sleep(0.3), begin_step(*args, **kwargs))[1]
+        at_update(None, lambda _: time.sleep(0.3))
 
 
 def small_shared_memory():
@@ -471,20 +474,14 @@ def test_shared_memory_of_64_mb(tmp_path, tally):
 
 def stuck():
     """After its first batch, reading an image never returns from C; and the run fails meanwhile."""
-    from itertools import count
-
-    from mpp.data.decoding import decode as decoding
-    from mpp.errors import UserError
-    from mpp.training.loop import TrainingStep
-
     decode, calls = decoding.decode, count()
     decoding.decode = lambda *given: ctypes.CDLL(None).pause() if next(calls) >= 12 else decode(*given)
 
-    def fail(self, step, measure):
+    def fail(_):
         time.sleep(2)
         raise UserError("the run fails")
 
-    TrainingStep.begin = fail
+    at_update(0, fail)
 
 
 def lose_a_fork(file):
@@ -508,15 +505,10 @@ def test_a_loader_process_that_does_not_begin_is_started_again(tmp_path, tally, 
 
 def lack_a_batch(take_number):
     """On the first of two processes, images cannot be read at this take (from 1) of a batch."""
-    from mpp.errors import ReadFailed
-    from mpp.training.loop import Loop
-
-    load_batch = Loop.load_batch
-    taken = []
+    load_batch, takes = Loop.load_batch, count(1)
 
     def failing_load(self):
-        taken.append(None)
-        if len(taken) == take_number and os.environ["RANK"] == "0":
+        if next(takes) == take_number and os.environ["RANK"] == "0":
             return ReadFailed("images cannot be read")
         return load_batch(self)
 
@@ -525,18 +517,13 @@ def lack_a_batch(take_number):
 
 def lack_a_view(rank, number):
     """On a process of this rank, this held-out view (from 1) since training began cannot be read."""
-    from mpp.data.views import FIXED_VIEW, ViewDataset
-    from mpp.errors import ReadFailed
-    from mpp.training.loop import TrainingStep
-
     view, finish = ViewDataset.__getitem__, TrainingStep.finish
-    taken = []
+    taken = count(1)
 
     def failing_view(self, key):
-        if key[0] == FIXED_VIEW and failing_view.has_trained and os.environ["RANK"] == rank:
-            taken.append(key)
-            if len(taken) == number:
-                raise ReadFailed("images cannot be read")
+        counts = key[0] == FIXED_VIEW and failing_view.has_trained and os.environ["RANK"] == rank
+        if counts and next(taken) == number:
+            raise ReadFailed("images cannot be read")
         return view(self, key)
 
     def noted(self):
@@ -549,16 +536,12 @@ def lack_a_view(rank, number):
 
 def poison():
     """On the second of two processes, the gradient of step 5 is infinite."""
-    from mpp.training.loop import TrainingStep
 
-    begin = TrainingStep.begin
+    def act(update):
+        if update.layout.rank == 1:
+            next(update.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
 
-    def poisoned(self, step, measure):
-        if step == 5 and self.layout.rank == 1:
-            next(self.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
-        begin(self, step, measure)
-
-    TrainingStep.begin = poisoned
+    at_update(5, act)
 
 
 class Fault(NamedTuple):
@@ -631,9 +614,9 @@ def test_one_of_two_processes_dies(tmp_path, tally, undisturbed):
 def freeze():
     """The second of two processes stops in update 5; from then on the other waits for so many seconds, not minutes."""
 
-    def act(rank):
+    def act(update):
         set_timeout(timedelta(seconds=5))
-        if rank == 1:
+        if update.layout.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     at_update(5, act)

@@ -12,14 +12,13 @@ import stat
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Killed, read_metrics, weights_of
+from conftest import TINY, Killed, read_json, read_metrics, refused, same, weights_of
 from test_verdict import CONFIG, config_of, evaluation
 
 from evaluation import check
 from evaluation.report import command_to_repeat, next_steps, verdict_points
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
-from mpp.errors import UserError
 from mpp.pretrain import Pretraining, main
 from mpp.training import run_folder
 from mpp.training.checkpoint import kept_steps
@@ -41,7 +40,7 @@ def config(*options):
 
 
 def step_of(encoder):
-    return json.loads((encoder / "config.json").read_text())["step"]
+    return read_json(encoder / "config.json")["step"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def runs(tmp_path_factory):
 @pytest.fixture
 def trunk(runs, tmp_path):
     """A copy of the trunk."""
-    return Path(shutil.copytree(runs / "trunk", tmp_path / "trunk"))
+    return shutil.copytree(runs / "trunk", tmp_path / "trunk")
 
 
 # --- up to where two runs are one ---
@@ -112,9 +111,8 @@ def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(pretrain, tmp_path,
     whole = pretrain(*options, *WSD, dir=tmp_path / "whole")
     trunk = pretrain(*options, CONSTANT, "--run.steps=6", "--run.keep_at=[3]", dir=tmp_path / "trunk")
     branch = pretrain(*options, *WSD, f"--run.branch_from={trunk}@3", dir=tmp_path / "branch")
-    assert weights_of(branch) == weights_of(whole) != weights_of(trunk)
-    for scalar in ("loss", "compute/pflop", "optim/lr"):
-        assert read_metrics(branch, scalar) == read_metrics(whole, scalar)
+    same(branch, whole, "compute/pflop", "optim/lr")
+    assert weights_of(branch) != weights_of(trunk)
 
 
 def test_kills_in_a_trunk_in_the_copy_and_in_the_branch_change_no_bit(
@@ -197,7 +195,7 @@ def test_the_best_encoder_of_a_branch_is_that_since_it_began(trunk, pretrain, tm
     ],
 )
 def test_settings_that_cannot_be_are_refused(words, said):
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         config(*WSD, *words.split())
 
 
@@ -219,31 +217,30 @@ def test_what_cannot_go_on_or_be_branched_from_is_refused_and_writes_nothing(
 ):
     folders = {name.upper(): str(runs / name) for name in ("trunk", "branch", "whole")} | {"COSINE": str(finished_run)}
     words = [f"--run.{re.sub('[A-Z]+', lambda name: folders[name[0]], word)}" for word in words.split()]
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         pretrain(*WSD, *words, dir=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "said"), [("data.json", "started with other images"), ("damaged", "all checkpoints are damaged")]
+    ("spoiled", "said"),
+    [
+        ("data.json", "started with other images"),
+        ("checkpoints/step_00000002/optimizer.safetensors", "all checkpoints are damaged"),
+    ],
 )
 def test_a_trunk_that_is_spoiled_is_no_beginning(trunk, pretrain, tmp_path, spoiled, said):
-    if spoiled == "damaged":
-        with (trunk / "checkpoints" / "step_00000002" / "optimizer.safetensors").open("r+b") as file:
-            file.seek(-1, 2)
-            file.write(b"!")
-    else:
-        (trunk / spoiled).write_text('{"train": {}}')
-    with pytest.raises(UserError, match=said):
+    (trunk / spoiled).write_text('{"train": {}}')
+    with refused(said):
         pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
 
 
 def test_a_branch_without_a_whole_checkpoint_does_not_begin_at_step_0(runs, pretrain, tmp_path):
-    begun = Path(shutil.copytree(runs / "branch", tmp_path / "branch"))
+    begun = shutil.copytree(runs / "branch", tmp_path / "branch")
     for state in begun.glob("checkpoints/*/state.json"):
         state.write_text("{}")
     shutil.rmtree(begun / "encoder")
-    with pytest.raises(UserError, match=r"all checkpoints are damaged; delete .*checkpoints"):
+    with refused(r"all checkpoints are damaged; delete .*checkpoints"):
         pretrain(*WSD, "--run.eval_every=1", dir=begun)
 
 
@@ -268,7 +265,7 @@ def test_the_verdict_says_what_is_not_cooled_down_yet(schedule, step, said):
 @pytest.mark.parametrize(
     ("losses", "cooldown", "said"),
     [
-        ([2.0, 1.98], None, "held-out loss still falling"),
+        ([2.0, 1.989], None, "held-out loss still falling"),
         ([2.0, 1.991], None, "held-out loss flat"),
         ([2.0, 1.9, 1.5], 900, "held-out loss still falling"),  # the cooldown is still to come
         ([2.0, 2.0, 1.5], 600, "held-out loss flat before the cooldown"),
@@ -312,5 +309,5 @@ def test_a_check_counts_the_steps_and_checkpoints_of_a_branch_or_refuses_it(runs
     printed = capsys.readouterr().out
     assert "\n2 steps of one process, without evaluations: 1 hours" in printed
     assert "at most 5 checkpoints of 1 GB" in printed  # the newest two; steps 3 and 2, where it cools down; a new one
-    with pytest.raises(UserError, match=r"a kept step of a run: 2, 4"):
+    with refused(r"a kept step of a run: 2, 4"):
         check.main([*words, "--run.threads=1", "--run.precision=fp32", f"--run.branch_from={runs / 'trunk'}@3"])

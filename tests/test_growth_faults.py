@@ -6,8 +6,8 @@ import signal
 from functools import partial
 
 import pytest
-from conftest import read_metrics, same, wait_until, weights_of
-from server import begin, die_at, fails, finish, limit_files, wait_at
+from conftest import same, wait_until, weights_of
+from server import begin, die_at, fails, finish, limit_files, wait_at, was_killed
 
 from mpp.training import run_folder
 from mpp.training.checkpoint import kept_steps
@@ -20,8 +20,15 @@ COPIED = 6
 """Files that a branch copies: metrics.jsonl, data.json, and four of the checkpoint."""
 
 
-def branch_of(trunk):
-    return f"--run.branch_from={trunk}@2"
+def branch_of(folder):
+    return f"--run.branch_from={folder / 'trunk'}@2"
+
+
+def whole_and_trunk(folder, *options, **how):
+    """Train the uninterrupted run and the trunk; the settings of a branch."""
+    finish(begin(folder / "whole", *COOLED, *options, **how))
+    finish(begin(folder / "trunk", *TRUNK, *options, **how))
+    return *COOLED, *options, branch_of(folder)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "two processes of a stream"])
@@ -30,14 +37,12 @@ def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(tmp_path, two_shard
     how = dict(processes=2, sharded=kind == "sharded")
     images = () if how["sharded"] else (f"--data.path={two_shards}", "--data.streaming=true")
     whole, trunk, branch = (tmp_path / name for name in ("whole", "trunk", "branch"))
-    finish(begin(whole, *COOLED, *images, **how))
-    finish(begin(trunk, *TRUNK, *images, **how))
+    words = whole_and_trunk(tmp_path, *images, **how)
     if images:
-        fails(begin(branch, *COOLED, *images, branch_of(trunk)), "the number of processes is 1; it must be 2")
-    finish(begin(branch, *COOLED, *images, branch_of(trunk), **how))
-    assert weights_of(branch) == weights_of(whole) != weights_of(trunk)
-    for scalar in ("loss", "compute/pflop", "optim/lr"):
-        assert read_metrics(branch, scalar) == read_metrics(whole, scalar)
+        fails(begin(branch, *words), "the number of processes is 1; it must be 2")
+    finish(begin(branch, *words, **how))
+    same(branch, whole, "compute/pflop", "optim/lr")
+    assert weights_of(branch) != weights_of(trunk)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -46,12 +51,11 @@ def test_kills_in_the_trunk_and_in_the_branch(tmp_path, tally, processes):
     options = ("--run.checkpoint_every=1", "--run.keep_checkpoints=2")
     finish(begin(tmp_path / "whole", *COOLED, *options, processes=processes))
     trunk = (*TRUNK, *options, "--run.steps=3")
-    cooled = (*COOLED, *options, branch_of(tmp_path / "trunk"))
+    cooled = (*COOLED, *options, branch_of(tmp_path))
     kills = 0
     for words, folder, steps in ((trunk, tmp_path / "trunk", (1, 2)), (cooled, tmp_path / "branch", (2, 3))):
         for step in steps:
-            run = begin(folder, *words, processes=processes, prepare=partial(die_at, step))
-            assert run.wait() == [-signal.SIGKILL] * processes, run.said
+            was_killed(begin(folder, *words, processes=processes, prepare=partial(die_at, step)))
             kills += 1
         finish(begin(folder, *words, processes=processes))
     same(tmp_path / "branch", tmp_path / "whole")
@@ -75,15 +79,12 @@ def die_in_copy(number):
 
 def test_kills_while_a_branch_copies(tmp_path, tally):
     """In each file; the command that then goes on need not name the trunk."""
-    finish(begin(tmp_path / "whole", *COOLED))
-    finish(begin(tmp_path / "trunk", *TRUNK))
-    branch_from = branch_of(tmp_path / "trunk")
+    words = whole_and_trunk(tmp_path)
     for number in range(COPIED):
-        run = begin(tmp_path / "branch", *COOLED, branch_from, prepare=partial(die_in_copy, number))
-        assert run.wait() == [-signal.SIGKILL], run.said
+        was_killed(begin(tmp_path / "branch", *words, prepare=partial(die_in_copy, number)))
         assert kept_steps(tmp_path / "branch") == []
     shutil.copytree(tmp_path / "branch", tmp_path / "unnamed")
-    finish(begin(tmp_path / "branch", *COOLED, branch_from))
+    finish(begin(tmp_path / "branch", *words))
     finish(begin(tmp_path / "unnamed", *COOLED))
     for folder in (tmp_path / "branch", tmp_path / "unnamed"):
         same(folder, tmp_path / "whole")
@@ -94,9 +95,7 @@ def test_kills_while_a_branch_copies(tmp_path, tally):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_full_disk_while_a_branch_copies(tmp_path, tally, processes):
     options = ("--model.width=48", "--run.trackers=[]")
-    finish(begin(tmp_path / "whole", *COOLED, *options, processes=processes))
-    finish(begin(tmp_path / "trunk", *TRUNK, *options, processes=processes))
-    words = (*COOLED, *options, branch_of(tmp_path / "trunk"))
+    words = whole_and_trunk(tmp_path, *options, processes=processes)
     how = dict(processes=processes, prepare=partial(limit_files, 100_000))  # the optimiser's state has more
     fails(begin(tmp_path / "branch", *words, **how), "File too large")
     assert kept_steps(tmp_path / "branch") == [] and not list((tmp_path / "branch" / "checkpoints").iterdir())
@@ -111,7 +110,7 @@ def test_a_trunk_that_is_still_being_trained(tmp_path):
     trunk, go_on = tmp_path / "trunk", tmp_path / "go on"
     training = begin(trunk, *TRUNK, prepare=partial(wait_at, 5, go_on))
     wait_until(lambda: kept_steps(trunk) == [2, 4], of=training)
-    finish(begin(tmp_path / "branch", *COOLED, branch_of(trunk)))
+    finish(begin(tmp_path / "branch", *COOLED, branch_of(tmp_path)))
     assert not training.ended
     go_on.touch()
     finish(training)

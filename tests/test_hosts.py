@@ -102,7 +102,7 @@ def goes_on(hosts, folder) -> bytes:
 def unhurried() -> None:
     """An update takes 20 ms at least, and nobody waits for another for more than 5 s."""
 
-    def act(rank: int) -> None:
+    def act(_) -> None:
         set_timeout(timedelta(seconds=5))
         time.sleep(0.02)
 
@@ -110,10 +110,17 @@ def unhurried() -> None:
 
 
 def patient() -> None:
-    at_update(None, lambda rank: time.sleep(0.02))
+    at_update(None, lambda _: time.sleep(0.02))
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["data-parallel", "sharded"])
+def begun(hosts, folder, prepare) -> Command:
+    """A run that has passed a checkpoint."""
+    run = hosts.start(folder, prepare=prepare)
+    wait_until(lambda: newest_step(folder) >= 5, of=run)
+    return run
+
+
+@pytest.mark.parametrize("sharded", [False, True])
 def test_two_hosts_train_as_one(hosts, undisturbed, tmp_path, sharded, tally):
     finish(hosts.start(tmp_path / "run", sharded=sharded))
     assert weights_of(tmp_path / "run") == undisturbed[sharded]
@@ -121,8 +128,7 @@ def test_two_hosts_train_as_one(hosts, undisturbed, tmp_path, sharded, tally):
 
 
 def test_a_link_that_is_cut_for_10_seconds(hosts, undisturbed, tmp_path, tally):
-    run = hosts.start(tmp_path / "run", prepare=patient)
-    wait_until(lambda: newest_step(tmp_path / "run") >= 5, of=run)
+    run = begun(hosts, tmp_path / "run", patient)
     hosts.link("down")
     time.sleep(10)
     assert newest_step(tmp_path / "run") < 60
@@ -134,8 +140,7 @@ def test_a_link_that_is_cut_for_10_seconds(hosts, undisturbed, tmp_path, tally):
 
 def test_a_link_that_is_cut_for_good(hosts, undisturbed, tmp_path, tally):
     """Both give up with a line (after 5 s in place of 20 minutes); what was trained until then is not lost."""
-    run = hosts.start(tmp_path / "run", prepare=unhurried)
-    wait_until(lambda: newest_step(tmp_path / "run") >= 5, of=run)
+    run = begun(hosts, tmp_path / "run", unhurried)
     hosts.link("down")
     fails(run)
     hosts.link("up")
@@ -147,8 +152,7 @@ def test_a_link_that_is_cut_for_good(hosts, undisturbed, tmp_path, tally):
 
 @pytest.mark.parametrize("fault", ["dies", "reset"])
 def test_a_host_or_its_connections_are_gone(hosts, undisturbed, tmp_path, fault, tally):
-    run = hosts.start(tmp_path / "run", prepare=patient)
-    wait_until(lambda: newest_step(tmp_path / "run") >= 5, of=run)
+    run = begun(hosts, tmp_path / "run", patient)
     if fault == "dies":
         os.kill(run.processes[1].pid, signal.SIGKILL)
     else:

@@ -8,14 +8,13 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import ONLY_MASKED, read_metrics, tiny_without
-from model_inputs import MASKED, draw_batch, names_where, randomize, scales_of
+from conftest import ONLY_MASKED, read_metrics, refused, tiny_without
+from model_inputs import MASKED, by_timm, draw_batch, names_where, randomize, scales_of
 from timm.models.eva import Eva
 from torch import nn
 
 from evaluation import finetune, knn, visualize
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, OptimConfig
-from mpp.errors import UserError
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_model
@@ -154,7 +153,7 @@ def test_plain_timm_gives_the_bits_of_an_export(name, channels, tmp_path):
     encoder = encoder_of(name, channels, attention="fused")  # as timm's own default
     size = encoder.patch_embed.img_size
     export_encoder(encoder, tmp_path / "encoder", size, (0.1,) * channels, (0.4,) * channels, 1.0)
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'encoder'}", pretrained=True).eval()
+    theirs = by_timm(tmp_path / "encoder")
     assert type(theirs) is type(encoder)
     assert timm.data.resolve_model_data_config(theirs)["input_size"] == (channels, *size)
     again = build_encoder(settings_of(name, attention="fused", init_from=str(tmp_path / "encoder")), channels).eval()
@@ -180,7 +179,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "settings", "words"), REFUSED)
 def test_a_model_that_does_not_serve_is_refused_by_name(name, settings, words):
-    with pytest.raises(UserError, match=re.escape(words)):
+    with refused(re.escape(words)):
         build_encoder(ModelConfig(name=name, **NUMBERS | settings))
 
 
@@ -197,11 +196,11 @@ def test_a_run_trains_and_its_encoder_is_evaluated(name, pretrain, tmp_path):
     numbers = (f"--model.name={name}", "--model.width=32", f"--model.img_size={side}")
     folder = pretrain(*numbers, *RUNS[name], "--run.steps=2")
     assert len(read_metrics(folder)) == 2
-    assert is_plain(timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True))
+    assert is_plain(by_timm(folder / "encoder"))
     fast = ("--data.workers=0", "--precision=fp32", "--threads=1", f"--encoder={folder}")
     knn.main([*fast, f"--out={tmp_path / 'knn'}"])
     visualize.main([*fast, f"--out={tmp_path / 'pictures'}"])
     assert list((tmp_path / "pictures").glob("attention*"))
     words = (f"--encoder={folder}", "--run.steps=2", "--lrs=[0.01]", f"--run.dir={tmp_path / 'tuned'}")
     finetune.main([*tiny_without("--probe", "--model"), *words])
-    assert is_plain(timm.create_model(f"local-dir:{tmp_path / 'tuned' / 'lr_0.01' / 'encoder'}", pretrained=True))
+    assert is_plain(by_timm(tmp_path / "tuned" / "lr_0.01" / "encoder"))

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import timm
 import torch
-from model_inputs import HALVES, draw_batch, random_images, randomize
+from model_inputs import HALVES, draw_batch, random_images, randomize, small_vit
 from torchvision.transforms.v2.functional import normalize
 
 from mpp.config import CorruptionConfig, ModelConfig, NetworkConfig
@@ -58,7 +58,7 @@ def dense(model, images, corruption):
     return model.head(torch.take_along_dim(patch_tokens, corruption.positions[..., None], 1))
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_last_block_where_it_is_looked_at_equals_the_whole(variant, fused):
     torch.manual_seed(1)
@@ -92,11 +92,11 @@ class Shifted(timm.models.vision_transformer.Block):
 
 @pytest.mark.parametrize("other", [dict(block_fn=Shifted), dict(attn_layer=GatedAttention, init_values=1e-5)])
 def test_a_block_that_timm_has_changed_runs_on_all_tokens(other, capsys):
-    plain = timm.create_model("vit_base_patch16_224", **SMALL, init_values=1e-5)
+    plain = small_vit(init_values=1e-5)
     before = torch.get_rng_state()
     assert runs_at_few(plain.blocks[-1], 17)
     assert not capsys.readouterr().err
-    encoder = timm.create_model("vit_base_patch16_224", **SMALL, **other)
+    encoder = small_vit(**other)
     tell.cache_clear()
     model = MaskedPatchPredictor(encoder, 5, *MOMENTS)
     assert not model.last_at_few

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import HANGS, launched, read_metrics, tiny_without, write_pictures
+from conftest import HANGS, close, launched, read_metrics, tiny_without, write_pictures
 from safetensors.torch import load_file, save_file
-from server import Command, begin, context, environments_of, fails, finish, free_port
+from server import Command, at_update, begin, context, environments_of, fails, finish, free_port
 
 import mpp.pretrain
 from evaluation import features, supervised
@@ -26,9 +26,7 @@ from mpp.training.checkpoint import newest_step
 
 def same(one: Path, other: Path, *keys: str) -> None:
     """Both runs logged the same."""
-    for key in ("loss", "accuracy", "heldout/loss", *keys):
-        expected = read_metrics(one, key)
-        assert len(expected) >= 1 and read_metrics(other, key) == pytest.approx(expected, abs=1e-4), key
+    close(other, one, "accuracy", "heldout/loss", *keys, abs=1e-4)
 
 
 @pytest.mark.faults
@@ -64,17 +62,13 @@ def test_nodes_that_see_other_images_are_refused(tmp_path):
 
 def drift(step: int) -> None:
     """On the second of two processes, a weight changes its last bit before this step, as by a fault of its memory."""
-    from mpp.training.loop import TrainingStep
 
-    begin = TrainingStep.begin
-
-    def drifting(self, number, measure):
-        if number == step and self.layout.rank == 1:
-            weight = next(self.model.parameters()).detach().view(-1)[:1]
+    def act(update):
+        if update.layout.rank == 1:
+            weight = next(update.model.parameters()).detach().view(-1)[:1]
             weight.copy_(torch.nextafter(weight, torch.full((1,), torch.inf)))
-        begin(self, number, measure)
 
-    TrainingStep.begin = drifting
+    at_update(step, act)
 
 
 @pytest.mark.faults
@@ -144,7 +138,7 @@ def test_the_config_of_two_machines_on_one_host(pretrain, tmp_path):
     assert [each["LOCAL_RANK"] for each in environments] == ["0", "0"]
     two = finish(begin(tmp_path / "two", "--run.steps=3", environments=environments))
     assert "2 processes on cpu" in two.said
-    assert read_metrics(tmp_path / "two") == pytest.approx(read_metrics(pretrain("--run.steps=3")), abs=1e-4)
+    close(tmp_path / "two", pretrain("--run.steps=3"), abs=1e-4)
 
 
 @pytest.mark.faults

@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 import datasets
 import pytest
-import timm
-import torch
-from conftest import ROOT, encoded, picture, tiny_without
-from model_inputs import HALVES
+from conftest import ROOT, encoded, picture, put_picture, read_json, tiny_without
+from model_inputs import HALVES, small_vit
 from timm.data import ImageNetInfo
 
 from evaluation import finetune, predict
@@ -37,11 +35,12 @@ LAYOUTS = {
     "pets": Layout(("train", "test"), "image", {"label": 37, "label_cat_dog": 2}),
     "imagenet": Layout(("train", "validation", "test"), "image", {"label": 1000}),
 }
+RATES = (0.001, 0.003, 0.01, 0.03)
 TABLE_4 = {  # steps, dev split, learning rates
-    "cifar10": (10_000, 0.02, (0.001, 0.003, 0.01, 0.03)),
-    "cifar100": (10_000, 0.02, (0.001, 0.003, 0.01, 0.03)),
-    "pets": (500, 0.1, (0.001, 0.003, 0.01, 0.03)),
-    "flowers": (500, 0.1, (0.001, 0.003, 0.01, 0.03)),
+    "cifar10": (10_000, 0.02, RATES),
+    "cifar100": (10_000, 0.02, RATES),
+    "pets": (500, 0.1, RATES),
+    "flowers": (500, 0.1, RATES),
     "imagenet": (20_000, 0.01, (0.003, 0.01, 0.03, 0.06)),
 }
 
@@ -67,9 +66,7 @@ def write_dataset(folder, layout):
 
 def tiny_encoder(folder, patch, side):
     """The encoder folder of an untrained ViT with patches of a published one's size."""
-    torch.manual_seed(0)
-    sizes = dict(img_size=side, patch_size=patch, embed_dim=16, depth=1, num_heads=2, num_classes=0)
-    export_encoder(timm.create_model("vit_base_patch16_224", **sizes), folder, side, *HALVES, 0.875)
+    export_encoder(small_vit(img_size=side, patch_size=patch, depth=1), folder, side, *HALVES, 0.875)
     return folder
 
 
@@ -100,11 +97,11 @@ def test_fine_tuning_on_the_layout_of_a_published_dataset(tmp_path, recipe, patc
     places = (f"--data.path={tmp_path / 'images'}", f"--encoder={encoder}", f"--run.dir={tmp_path / 'run'}")
     finetune.main([*configs, *places, *FEW, *options])
     (run,) = (tmp_path / "run").glob("lr_*")
-    settings = json.loads((run / "classifier" / "config.json").read_text())
+    settings = read_json(run / "classifier" / "config.json")
     assert settings["pretrained_cfg"]["input_size"] == [3, side, side]
     label = "fine_label" if names[0] == "cifar100" else "label"
     assert len(settings["label_names"]) == layout.columns[label]
-    report = json.loads((tmp_path / "run" / "finetune.json").read_text())
+    report = read_json(tmp_path / "run" / "finetune.json")
     assert report["labels"]["images"] == 6
     averages = [report["protocol"]["optim"][key] for key in ("average", "average_warmup")]
     assert averages == ([0.9999, False] if "imagenet_512" in names else [None, True])
@@ -122,9 +119,9 @@ def test_real_labels_count_any_right_class_of_the_published_list(tmp_path, monke
     numbers = [1, 2, 3, 4]  # the first has no right class
     for kind in sorted({names[each] for number in numbers for each in answers[number - 1]}):
         for number in range(4):
-            write_picture(tmp_path / "imagenet" / "train" / kind / f"{number}.JPEG", number)
+            put_picture(tmp_path / "imagenet" / "train" / kind / f"{number}.JPEG", number)
     for number in numbers:
-        write_picture(tmp_path / "imagenet" / "val" / f"ILSVRC2012_val_{number:08d}.JPEG", number)
+        put_picture(tmp_path / "imagenet" / "val" / f"ILSVRC2012_val_{number:08d}.JPEG", number)
     encoder = tiny_encoder(tmp_path / "encoder", 16, 32)
     own = ("--data.eval_split=null", "--data.eval_fraction=0.25", "--data.path=imagenet")
     finetune.main([f"--encoder={encoder}", *own, "--run.dir=runs/imagenet_finetuned", *FEW])
@@ -132,13 +129,8 @@ def test_real_labels_count_any_right_class_of_the_published_list(tmp_path, monke
     with open("real.csv", newline="") as file:
         found = [is_right(row, answers, names) for row in csv.DictReader(file)]
     assert found.count(None) == 1
-    figures = json.loads((tmp_path / "real.csv.json").read_text())["figures"]["all"]
+    figures = read_json(tmp_path / "real.csv.json")["figures"]["all"]
     assert figures["images"] == 3 and figures["accuracy"] == pytest.approx(found.count(True) / 3)
-
-
-def write_picture(file, seed):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(encoded(picture(seed), "JPEG"))
 
 
 def is_right(row, answers, names):

@@ -1,11 +1,10 @@
 """The rivals: their losses against transformers' own code, and that each overlay is a run like any other."""
 
 import pytest
-import timm
 import torch
 from conftest import TINY, read_metrics
 from einops import rearrange
-from model_inputs import HALVES, MASKED, draw_batch, random_images, randomize
+from model_inputs import HALVES, MASKED, by_timm, draw_batch, random_images, randomize
 from server import Command, finish
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
@@ -155,5 +154,5 @@ def test_overlays_are_one_run_on_two_processes(pretrain, tmp_path):
         one = pretrain(f"--config={overlay}", dir=tmp_path / "one" / overlay)
         for key in ("loss", "accuracy", "heldout/loss", "heldout/target_deviation"):
             assert read_metrics(tmp_path / "two" / overlay, key) == pytest.approx(read_metrics(one, key), abs=1e-4)
-        encoder = timm.create_model(f"local-dir:{one / 'encoder'}", pretrained=True)
+        encoder = by_timm(one / "encoder")
         assert encoder.forward_features(torch.zeros(1, 3, 32, 32)).shape == (1, 17, 16)

@@ -1,17 +1,16 @@
 """Training that is sharded over processes (FSDP2): the same losses, the same checkpoints, less memory."""
 
-import signal
 from functools import partial
 
 import pytest
 import torch
-from conftest import ADAM, TINY, exported, launched, read_metrics, tiny_without
+from conftest import ADAM, TINY, close, exported, launched, read_metrics, refused, tiny_without
 from conftest import same as same_bits
-from server import Command, begin, die_at, finish
+from model_inputs import small_vit
+from server import Command, begin, die_at, finish, was_killed
 from torch.distributed.fsdp import fully_shard
 
 from mpp.config import OptimConfig, RunConfig
-from mpp.errors import UserError
 from mpp.runtime.processes import check_sharding
 from mpp.training.checkpoint import load_checkpoint, newest_step, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer
@@ -28,8 +27,7 @@ def shard_all(folder, runs):
 
 def same(one, other, tolerance=1e-5):
     """Whether two runs logged the same losses, norms and evaluations."""
-    for key in ("loss", "optim/grad_norm", "heldout/loss", "compute/pflop"):
-        assert read_metrics(one, key) == pytest.approx(read_metrics(other, key), abs=tolerance)
+    close(one, other, "optim/grad_norm", "heldout/loss", "compute/pflop", abs=tolerance)
     assert len(read_metrics(one)) == 10
 
 
@@ -67,8 +65,8 @@ def test_three_processes_that_are_killed_end_with_the_same_bits(tmp_path, option
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     how = dict(processes=3, sharded=True)
     finish(begin(whole, *words, **how))
-    run = begin(killed, *words, prepare=partial(die_at, 7), **how)
-    assert run.wait() == [-signal.SIGKILL] * 3 and newest_step(killed) == 5
+    was_killed(begin(killed, *words, prepare=partial(die_at, 7), **how))
+    assert newest_step(killed) == 5
     finish(begin(killed, *words, **how))
     same_bits(killed, whole)
 
@@ -80,8 +78,8 @@ def test_a_run_goes_on_in_another_layout(tmp_path, pretrain, stopped_at):
     moved = tmp_path / "run"
     stopped_at(3, *words)
     for step, sharded in ((6, True), (8, False)):
-        run = begin(moved, *words, processes=2, sharded=sharded, prepare=partial(die_at, step))
-        assert run.wait() == [-signal.SIGKILL] * 2 and newest_step(moved) == step, run.said
+        was_killed(begin(moved, *words, processes=2, sharded=sharded, prepare=partial(die_at, step)))
+        assert newest_step(moved) == step
     same(pretrain(*words), pretrain(*words, dir=tmp_path / "one"))
 
 
@@ -120,9 +118,7 @@ def test_every_kind_of_encoder_can_be_sharded(tmp_path, pretrain):
     shard_all(tmp_path / "shards", {name: ("--run.steps=2", *options) for name, options in KINDS.items()})
     for name, options in KINDS.items():
         one = pretrain("--run.steps=2", *options, dir=tmp_path / "one" / name)
-        for key in ("loss", "optim/grad_norm", "heldout/loss"):
-            ours, theirs = (read_metrics(folder, key) for folder in (tmp_path / "shards" / name, one))
-            assert len(theirs) >= 1 and ours == pytest.approx(theirs, abs=1e-4), name
+        close(tmp_path / "shards" / name, one, "optim/grad_norm", "heldout/loss", abs=1e-4)
 
 
 @pytest.mark.faults
@@ -139,9 +135,7 @@ def test_supervised_and_contrastive_training_too(tmp_path, module, options):
     for kind in ("shards", "copies"):
         words = (*plain, *options, "--run.steps=2", f"--run.dir={tmp_path / kind}")
         finish(Command(module, *words, processes=2, sharded=kind == "shards"))
-    for key in ("loss", "heldout/loss", "heldout/accuracy"):
-        ours, theirs = (read_metrics(tmp_path / kind, key) for kind in ("shards", "copies"))
-        assert len(theirs) >= 1 and ours == pytest.approx(theirs, abs=1e-4)
+    close(tmp_path / "shards", tmp_path / "copies", "heldout/loss", "heldout/accuracy", abs=1e-4)
 
 
 @pytest.mark.faults
@@ -173,27 +167,12 @@ def test_what_is_not_there_is_refused(monkeypatch, variable, value, message):
     monkeypatch.setenv("FSDP_VERSION", "2")
     check_sharding(RunConfig())
     monkeypatch.setenv(variable, value)
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         check_sharding(RunConfig())
 
 
-class Stack(torch.nn.Module):
-    """Blocks, and a layer beside them."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
-        self.head = torch.nn.Linear(8, 2)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x).relu()
-        return self.head(x)
-
-
-def sharded_stack():
-    torch.manual_seed(0)
-    model = Stack()
+def sharded_vit():
+    model = small_vit()
     for block in sharding_units(model):
         fully_shard(block)
     return fully_shard(model)
@@ -201,11 +180,10 @@ def sharded_stack():
 
 def test_a_snapshot_is_the_same_file_sharded_or_not(group_of_one, tmp_path):
     states = {}
-    for kind, build in (("shards", sharded_stack), ("copy", Stack)):
-        torch.manual_seed(0)
+    for kind, build in (("shards", sharded_vit), ("copy", small_vit)):
         model = build()
         optimizer = build_optimizer(model, OptimConfig(name="adam"))
-        model(torch.ones(1, 8)).sum().backward()
+        model(torch.ones(1, 3, 32, 32))[:, 0].sum().backward()
         optimizer.step()
         states[kind] = save_checkpoint(tmp_path / kind, 1, snapshot(model, optimizer))
         assert not any(snapshot(model, optimizer, wanted_here=False).values()) or kind == "copy"

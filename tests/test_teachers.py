@@ -8,8 +8,8 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import ADAM, ONLY_MASKED, TINY, equal_tensors, exported, read_metrics
-from model_inputs import HALVES, MASKED, draw_batch, random_images, scaled
+from conftest import ADAM, ONLY_MASKED, TINY, close, equal_tensors, exported, read_json, read_metrics, refused
+from model_inputs import HALVES, MASKED, draw_batch, random_images, scaled, small_vit
 from safetensors.torch import load_file, save_file
 from server import begin, finish
 
@@ -149,9 +149,7 @@ def test_half_lives_are_shares_of_the_run():
 
 def frozen(img_size, patch_size, **options):
     """A teacher of fixed random weights, for a student with 4 x 4 patches."""
-    torch.manual_seed(3)
-    sizes = dict(embed_dim=16, depth=2, num_heads=2, img_size=img_size, patch_size=patch_size)
-    encoder = timm.create_model("vit_base_patch16_224", num_classes=0, **sizes, **options)
+    encoder = small_vit(img_size=img_size, patch_size=patch_size, **options)
     config = features(teacher="x", teacher_norm="none")
     return FeatureTeacher(encoder, Normalize(*HALVES), (4, 4), config, (img_size, img_size))
 
@@ -230,8 +228,8 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
     teacher = tmp_path / "teacher"
     words = (*FEATURES, f"--objective.teacher={teacher}", "--objective.loss=cosine")
     shutil.copytree(finished_run / "encoder", teacher)
-    about = json.loads((teacher / "config.json").read_text()) | {"data": {"range": [0, 9]}}
-    (teacher / "config.json").write_text(json.dumps(about))
+    about = teacher / "config.json"
+    about.write_text(json.dumps(read_json(about) | {"data": {"range": [0, 9]}}))
     folder = pretrain(*words)
     assert "learned from images of data {'range': [0, 9]}; here they are" in capsys.readouterr().out
     assert {name.split(".")[0] for name in last_weights(folder)} == {"student"}
@@ -241,7 +239,7 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
     weights = load_file(teacher / "model.safetensors")
     save_file(weights | {"norm.bias": weights["norm.bias"] + 1}, teacher / "model.safetensors")
     shutil.rmtree(folder / "encoder")
-    with pytest.raises(UserError, match=r"started with other images or weights: objective.teacher: weights changed"):
+    with refused(r"started with other images or weights: objective.teacher: weights changed"):
         pretrain(*words)
 
 
@@ -318,5 +316,5 @@ def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pr
     for name, option in more.items():
         other = tmp_path / name
         finish(begin(other, *words, option, processes=2, sharded=name == "shares"))
-        for key in ("loss", "optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss"):
-            assert read_metrics(other, key) == pytest.approx(read_metrics(one, key), rel=1e-4)
+        keys = ("optim/grad_norm", "teacher/decay", "target_rank", "compute/pflop", "heldout/loss")
+        close(other, one, *keys, rel=1e-4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from comparisons import FAST, TINY_TRAINING, SmallComparison, cases_in, without_times
-from conftest import ROOT, killed_at, weights_of
+from conftest import ROOT, killed_at, refused, weights_of
 
 from evaluation import compare
 from evaluation.comparison.cases import TRUNK_SETTING, encoders_of, read_entries, training_digest
@@ -15,7 +15,7 @@ from evaluation.comparison.rows import cost_with_ancestors, was_never_trained
 from evaluation.config import CompareConfig
 from evaluation.frozen.run_images import lineage
 from mpp.config.parsing import parse
-from mpp.errors import Diverged, UserError
+from mpp.errors import Diverged
 from mpp.training.checkpoint import kept_steps
 from mpp.training.history import PFLOP
 from mpp.training.run_folder import same_until
@@ -113,7 +113,7 @@ def encoders_in(small):
 def test_a_branch_of_itself_is_refused(small, tmp_path):
     itself = branches(tmp_path)[0]
     small.config["encoders"] = [itself | {"encoder": f"{tmp_path}/trunk_{{seed}}"}]
-    with pytest.raises(UserError, match="trunk_0 would be made from itself"):
+    with refused("trunk_0 would be made from itself"):
         encoders_in(small)
 
 

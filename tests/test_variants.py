@@ -6,12 +6,12 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from model_inputs import HALVES, draw_batch, random_images, randomize
+from conftest import refused
+from model_inputs import HALVES, by_timm, draw_batch, random_images, randomize
 
 import mpp
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind
-from mpp.errors import UserError
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
@@ -20,11 +20,7 @@ from mpp.models.variants import RELATIVE, PositionedAttention
 
 NUMBERS = dict(width=24, depth=2, heads=3, img_size=32, patch_size=8)
 KINDS = {
-    "none": dict(position="none"),
-    "learned_2d": dict(position="learned_2d"),
-    "relative": dict(position="relative"),
-    "relative_bias": dict(position="relative_bias"),
-    "rope": dict(position="rope"),
+    **{position: dict(position=position) for position in ("none", "learned_2d", *RELATIVE)},
     "every": dict(position_at="every"),
     "every_shared sincos_2d": dict(position="sincos_2d", position_at="every_shared"),
     "stride": dict(stride=4),
@@ -104,7 +100,7 @@ def turned(vector, token):
     return torch.view_as_real(numbers * torch.exp(1j * angles)).flatten()
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("position", ["none", *RELATIVE])
 def test_attention_is_what_a_loop_over_pairs_gives(position, fused):
     """At all tokens, and at some."""
@@ -220,12 +216,11 @@ def test_an_exported_encoder_is_rebuilt_also_for_other_images(kind, tmp_path):
     folder = export(encoder, tmp_path)
     loaded = mpp.load_encoder(tmp_path)
     assert not loaded.training
-    by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    for other in (loaded, by_timm):
+    for other in (loaded, by_timm(folder)):
         set_attention(other, fused=False)
         torch.testing.assert_close(other.forward_features(images), tokens, rtol=0, atol=1e-5)
     if kind == "axial, relative_bias":
-        with pytest.raises(UserError, match="size mismatch"):
+        with refused("size mismatch"):
             mpp.load_encoder(folder, img_size=64)
         return
     larger = mpp.load_encoder(folder, img_size=64)
@@ -261,7 +256,7 @@ def test_tables_of_a_square_are_stretched_as_they_lie(kind, tmp_path):
 def test_timm_itself_takes_no_table_of_as_many_patches(tmp_path):
     folder = export(build(position_at="every"), tmp_path)
     with pytest.raises(ValueError, match="fit this size alone"):
-        timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=(16, 64))
+        by_timm(folder, img_size=(16, 64))
 
 
 @pytest.mark.faults
@@ -287,5 +282,5 @@ def test_the_compiler_follows_each_whole(kind):
     ],
 )
 def test_what_does_not_go_together_is_named(settings, said):
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         build_encoder(ModelConfig(**NUMBERS | settings))
