@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import TINY, put_picture
+from conftest import TINY, put_picture, tiny_without
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 OF_MODEL = tuple(each for each in TINY if each.startswith("--model"))
-OF_TRAINING = tuple(each for each in TINY if not each.startswith(("--probe", "--model", "--data.eval_images")))
+OF_TRAINING = tiny_without("--probe", "--model", "--data.eval_images")
 NAMES = ("Blåmes, adult", 'Ente "鴨"', "owl")
 
 
@@ -34,7 +34,7 @@ def run_with_head(finished_run, class_images, tmp_path_factory):
     """A run with a kept head on the mean of the patches, after its first block."""
     from evaluation import linear
 
-    run = Path(shutil.copytree(finished_run, tmp_path_factory.mktemp("probed") / "run"))
+    run = shutil.copytree(finished_run, tmp_path_factory.mktemp("probed") / "run")
     words = (f"--encoder={run}", f"--data.path={class_images}", "--data.eval_fraction=0.3", "--depth=1", "--l2=0.01")
     linear.main([*FAST, *words, "--save=true", f"--out={run}/evaluation/birds.json"])
     return run

@@ -1,12 +1,10 @@
 """A small comparison for tests, and the cases of a comparison's file."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
-from conftest import encoded, picture
-from pytest import MonkeyPatch
+from conftest import encoded, picture, read_json
 
 from evaluation import compare
 from evaluation.comparison.cases import Case, cases_of, read_entries
@@ -52,7 +50,7 @@ class SmallComparison:
         for name in ("one", "two"):
             write_cats_and_dogs(folder / name)
         encoders = {"encoder": str(folder / "encoders/{seed}"), "seeds": [0, 1]}
-        self.config: dict[str, Any] = {
+        self.config = {
             "dir": str(folder / "out"),
             "encoders": [
                 {"name": "pre-trained", **encoders, "train": "pretrain", "train_options": dict(TINY_TRAINING)},
@@ -74,20 +72,20 @@ class SmallComparison:
         self.file.write_text(yaml.safe_dump(self.config, sort_keys=False))
         return self.file
 
-    def compare(self, *words: str) -> dict[str, Any]:
+    def compare(self, *words: str) -> dict:
         """Carry the comparison out; what results.json has."""
         compare.main(["--config", str(self.write()), *words])
         return self.results()
 
-    def results(self) -> dict[str, Any]:
+    def results(self) -> dict:
         """What results.json has."""
-        return json.loads((Path(self.config["dir"]) / "results.json").read_text())
+        return read_json(Path(self.config["dir"]) / "results.json")
 
     def table(self) -> str:
         """The tables as Markdown."""
         return (Path(self.config["dir"]) / "table.md").read_text()
 
-    def cases(self) -> dict[tuple[str, int, str, str], Case]:
+    def cases(self) -> dict[tuple, Case]:
         """The cases: see `cases_in`."""
         return cases_in(self.write())
 
@@ -104,27 +102,25 @@ def write_cats_and_dogs(folder: Path, seed: int = 0) -> None:
         file.write_bytes(encoded(image))
 
 
-def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_times(rows: list[dict]) -> list[dict]:
     """Rows of results without the time that they took, which differs each time."""
     return [{key: value for key, value in row.items() if not key.endswith("device_hours")} for row in rows]
 
 
-def noted(monkeypatch: MonkeyPatch, owner: Any, name: str) -> list[Any]:
-    """The first argument of each call of a function that there will be, which does what it did."""
-    firsts = []
+def noted(monkeypatch, owner: Any, name: str, place: int = 0) -> list:
+    """An argument of each call of a function that there will be, which does what it did."""
+    arguments = []
     function = getattr(owner, name)
 
-    def noting(first, *others, **named):
-        firsts.append(first)
-        return function(first, *others, **named)
+    def noting(*given, **named):
+        arguments.append(given[place])
+        return function(*given, **named)
 
     monkeypatch.setattr(owner, name, noting)
-    return firsts
+    return arguments
 
 
-def cases_in(file: Path) -> dict[tuple[str, int, str, str], Case]:
+def cases_in(file: Path) -> dict[tuple, Case]:
     """The cases of a comparison's file, by encoder, seed, evaluation and dataset."""
-    cases = {}
-    for case in cases_of(read_entries(parse(CompareConfig, ["--config", str(file)]))):
-        cases[case.encoder.entry.name, case.encoder.seed, case.entry.name, case.dataset.name] = case
-    return cases
+    cases = cases_of(read_entries(parse(CompareConfig, ["--config", str(file)])))
+    return {(case.encoder.entry.name, case.encoder.seed, case.entry.name, case.dataset.name): case for case in cases}

@@ -168,7 +168,7 @@ def finished_run(tmp_path_factory):
 @pytest.fixture
 def trained(finished_run, tmp_path):
     """A copy of it, as if `pretrain()` had been called."""
-    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+    return shutil.copytree(finished_run, tmp_path / "run")
 
 
 @contextmanager
@@ -233,17 +233,20 @@ def equal_tensors(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def interrupt_after(monkeypatch, owner: type, name: str, calls: int) -> None:
-    """Raise KeyboardInterrupt in a method after so many calls."""
-    method = getattr(owner, name)
+@contextmanager
+def interrupted_after(owner, name: str, calls: int):
+    """What is done here is interrupted in a function, after so many calls of it."""
+    function = getattr(owner, name)
     left = iter(range(calls))
 
     def interrupted(*given, **named):
         if next(left, None) is None:
             raise KeyboardInterrupt
-        return method(*given, **named)
+        return function(*given, **named)
 
-    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupted)
+        yield
 
 
 def read_json(file: Path) -> dict:
@@ -358,9 +361,8 @@ def pytest_terminal_summary(terminalreporter):
             seconds[what] += test.duration
     if times:
         terminalreporter.section("faults survived")
-        width = max(map(len, times))
         for what, count in times.items():
-            terminalreporter.write_line(f"| {what:{width}} | {count:>6} | {seconds[what]:>6.0f} |")
+            terminalreporter.write_line(f"| {what} | {count} | {seconds[what]:.0f} |")
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 48)) -> np.ndarray:

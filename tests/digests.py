@@ -19,29 +19,28 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--run.steps=12", "--run.threads=1", "--run.report=false", "--data.workers=0"]
-PRETRAIN = ["mpp/pretrain.py", *SHORT, "--run.eval_every=12"]
-NO_PROBE = ["--probe.every=0"]
+NO_PROBE = "--probe.every=0"
+PRETRAIN = ["mpp/pretrain.py", *SHORT, NO_PROBE, "--run.eval_every=12"]
 SMALL_BATCH = ["--data.batch_size=32", "--optim.global_batch_size=32"]
-DISTILLATION = ["--config=configs/rivals/feature_distillation.yaml", "--objective.teacher={default}"]
 MACHINE_METRICS = ("speed/",)
 
 # Run -> its command; {name} is the folder of an earlier run.
 COMMANDS = {
-    "default": [*PRETRAIN, *NO_PROBE],
+    "default": PRETRAIN,
     "probe": [*PRETRAIN, "--probe.every=12"],
-    "adam": [*PRETRAIN, *NO_PROBE, "--optim.name=adam", "--optim.average=0.9"],
-    "accumulation": [*PRETRAIN, *NO_PROBE, "--optim.global_batch_size=24", "--data.batch_size=10"],
-    "fp32": [*PRETRAIN, *NO_PROBE, "--run.precision=fp32"],
-    "mae_mean_color": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/mae_mean_color.yaml"],
-    "mae_bf16": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/mae.yaml", "--run.precision=bf16"],
-    "simmim": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/simmim.yaml"],
-    "maskfeat": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/maskfeat.yaml"],
-    "data2vec": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/data2vec.yaml"],
-    "ijepa": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/ijepa.yaml"],
-    "frozen_teacher": [*PRETRAIN, *NO_PROBE, *DISTILLATION],
+    "adam": [*PRETRAIN, "--optim.name=adam", "--optim.average=0.9"],
+    "accumulation": [*PRETRAIN, "--optim.global_batch_size=24", "--data.batch_size=10"],
+    "fp32": [*PRETRAIN, "--run.precision=fp32"],
+    "mae_mean_color": [*PRETRAIN, "--config=rivals/mae_mean_color"],
+    "mae_bf16": [*PRETRAIN, "--config=rivals/mae", "--run.precision=bf16"],
+    "simmim": [*PRETRAIN, "--config=rivals/simmim"],
+    "maskfeat": [*PRETRAIN, "--config=rivals/maskfeat"],
+    "data2vec": [*PRETRAIN, "--config=rivals/data2vec"],
+    "ijepa": [*PRETRAIN, "--config=rivals/ijepa"],
+    "frozen_teacher": [*PRETRAIN, "--config=rivals/feature_distillation", "--objective.teacher={default}"],
     "supervised": ["evaluation/supervised.py", *SHORT, *SMALL_BATCH],
     "finetune": ["evaluation/finetune.py", "--encoder={default}", *SHORT, *SMALL_BATCH, "--lrs=[0.01]"],
-    "simclr": ["evaluation/contrastive.py", *SHORT, *NO_PROBE, "--config=configs/rivals/simclr.yaml"],
+    "simclr": ["evaluation/contrastive.py", *SHORT, NO_PROBE, "--config=rivals/simclr"],
 }
 
 

@@ -10,9 +10,23 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from classified_images import OF_MODEL
 from comparisons import noted
-from conftest import TINY, kill_at, put_picture, read_json, read_metrics, title_and_tags, weights_of
+from conftest import (
+    TINY,
+    Killed,
+    equal_tensors,
+    exported,
+    kill_at,
+    killed_at,
+    put_picture,
+    read_json,
+    read_metrics,
+    refused,
+    tiny_without,
+    title_and_tags,
+    weights_of,
+)
 from model_inputs import HALVES, random_images, scaled
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.testing import assert_close
 
 import mpp
@@ -25,19 +39,17 @@ from evaluation.supervised import Classification
 from evaluation.supervision.classifiers import load_classifier
 from evaluation.supervision.learners import HeadedEncoder, build_backbone
 from mpp import pretrain
-from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig
+from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig
 from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.data.views import Batch
-from mpp.errors import UserError
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import export_encoder, learned_labels
 from mpp.models.encoder import Normalize
 from mpp.models.plain import checkpoint_activations
 from mpp.training.checkpoint import complete_checkpoints
-from mpp.training.optim import averaged_weights, build_optimizer
 
-BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
+BASE = tiny_without("--probe", "--model")
 
 
 @pytest.fixture
@@ -98,7 +110,7 @@ def test_the_card_gives_plain_timm_the_feature_that_was_judged(kind, encoder, tm
         source = tmp_path / "teacher"
         export_encoder(mpp.load_encoder(encoder, num_classes=9), source, 32, *HALVES, 0.875)
     options = [option.replace(SOURCE, str(source)) for option in options]
-    settings = {pretrain: TINY, contrastive: TINY, supervised: BASE + OF_MODEL, finetune: BASE}[command]
+    settings = {pretrain: TINY, contrastive: TINY, supervised: [*BASE, *OF_MODEL], finetune: BASE}[command]
     command.main([*settings, *options, f"--run.dir={tmp_path / 'run'}"])
     folder = tmp_path / "run" / ("lr_0.1/encoder" if kind == "fine-tuned" else "encoder")
     images = torch.randn(3, 3, 32, 32)
@@ -138,66 +150,61 @@ def test_models_whose_patches_are_not_timms_take_other_sizes(name):
     assert load_frozen_encoder(name, random=True, img_size=64).img_size == (64, 64)
 
 
-REFUSED = {
-    "single images have no statistics": (
-        ("--model.name=resnet10t", "--model.img_size=32", "--data.batch_size=1"),
-        "or for a model with batch norms",
-    ),
-    "batch norms are not averaged": (
-        ("--model.name=resnet10t", "--model.img_size=32", "--optim.average=0.9"),
-        r"optim\.average, optim\.frozen_steps is 0\.9, 0; it must be null",
-    ),
-    "a ResNet has no depth": (
-        ("--model.name=resnetv2_50x1_bit", "--model.depth=3"),
-        r"model\.depth is 3; it must be left out with resnetv2_50x1_bit",
-    ),
-    "no argument in timm": (
-        ("--model.name=resnetv2_50x1_bit", "--model.arguments={chanels: [8]}"),
-        r"model\.name is resnetv2_50x1_bit, .*'chanels'",
-    ),
-    "mixing needs two images": (
-        ("--augment.mixup=0.8", "--data.batch_size=1"),
-        r"in a forward pass is 1; it must be at least 2 .* with augment\.mixup",
-    ),
-}
+RESNET = ("--model.name=resnet10t", "--model.img_size=32")
+SINGLE = "--data.batch_size=1"
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_trained_with_labels_is_refused(tmp_path, case):
-    words, said = REFUSED[case]
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ((*RESNET, SINGLE), "or for a model with batch norms"),  # at 32 pixels, of one place
+        ((*RESNET, "--optim.average=0.9"), r"optim\.average, optim\.frozen_steps is 0\.9, 0; it must be null"),
+        ((*RESNET, "--model.depth=3"), r"model\.depth is 3; it must be left out with resnet10t"),
+        ((*RESNET, "--model.arguments={chanels: [8]}"), r"model\.name is resnet10t, .*'chanels'"),
+        (("--augment.mixup=0.8", SINGLE), r"is 1; it must be at least 2 .* with augment\.mixup"),
+    ],
+)
+def test_what_cannot_be_trained_with_labels_is_refused(tmp_path, words, said):
+    with refused(said):
         train_supervised(tmp_path / "run", *words)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_what_cannot_be_fine_tuned_is_refused(tmp_path, encoder):
     resnet = ("test_resnet", "--init=random", "--lrs=0.01")
-    with pytest.raises(ValueError, match=r"^activation_checkpointing is true; .* its batch norms would see"):
+    with refused(r"^activation_checkpointing is true; .* its batch norms would see"):
         fine_tune(tmp_path / "tuned", *resnet, "--activation_checkpointing=true")
-    with pytest.raises(ValueError, match=r"^it is true; it must be false: timm has none for this model"):
+    with refused(r"^it is true; it must be false: timm has none for this model"):
         checkpoint_activations(torch.nn.Linear(2, 2), "it")
     (tmp_path / "config.yaml").write_text(to_yaml(Config()))
-    with pytest.raises(UserError, match=rf"run\.dir is {tmp_path}; it must be a folder of its own: this is a run's"):
+    with refused(rf"run\.dir is {tmp_path}; it must be a folder of its own: this is a run's"):
         fine_tune(tmp_path, encoder)
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
+SHORT = ("--run.steps=1", "--data.eval_images=2")
+
+
 def test_a_batch_norm_over_one_place_trains(tmp_path):
     """At 32 pixels a ResNet's last map is 1 x 1: of one image, as FLOPs may be counted of, it has no deviation."""
-    arguments = ["--model.name=resnet10t", "--model.img_size=32", "--run.steps=1", "--data.eval_images=2"]
-    assert read_metrics(train_supervised(tmp_path, *arguments), "compute/pflop")[1] > 0
+    assert read_metrics(train_supervised(tmp_path, *RESNET, *SHORT), "compute/pflop")[1] > 0
 
 
 THIN = "--model.arguments={channels: [128, 128, 128, 128], stem_chs: 32}"
 
 
 def test_a_resnet_of_fewer_channels_trains_and_is_loaded_by_plain_timm(tmp_path):
-    arguments = ["--model.name=resnetv2_50x1_bit", THIN, "--model.img_size=32", "--run.steps=1", "--data.eval_images=2"]
-    folder = train_supervised(tmp_path / "run", *arguments, "--optim.global_batch_size=2", "--head.kind=linear")
+    words = (
+        "--model.name=resnetv2_50x1_bit",
+        "--model.img_size=32",
+        THIN,
+        "--optim.global_batch_size=2",
+        "--head.kind=linear",
+    )
+    folder = train_supervised(tmp_path / "run", *SHORT, *words)
     encoder = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True)
     assert encoder.num_features == 128
-    trained = load_file(folder / "encoder" / "model.safetensors")
-    assert all(torch.equal(value, trained[name]) for name, value in encoder.state_dict().items())
+    assert equal_tensors(encoder.state_dict(), exported(folder))
     classifier = timm.create_model(f"local-dir:{folder / 'classifier'}", pretrained=True).eval()  # by a convolution
     images = torch.rand(2, 3, 32, 32)
     network = load_classifier(str(folder), 3, "classifier").network.eval()
@@ -212,9 +219,9 @@ def test_finetuning_compares_rates_on_dev_over_dev_steps_and_tests_once(tmp_path
     report = read_json(tmp_path / "finetune.json")
     (result,) = report["results"]
     best = result["lr"]
-    runs = {path.name: path for path in tmp_path.iterdir() if path.is_dir()}
+    runs = {path.name: path for path in tmp_path.glob("*lr_*")}
     tested = runs[f"lr_{best:g}"]
-    assert runs.pop("classifier") and {*runs} == {"dev_lr_0.01", "dev_lr_0.1", tested.name}
+    assert (tmp_path / "classifier").is_dir() and {*runs} == {"dev_lr_0.01", "dev_lr_0.1", tested.name}
     dev_accuracies = {row["lr"]: row["accuracy"] for row in report["dev"]}
     assert best == max(dev_accuracies, key=dev_accuracies.get)
     for name, run in runs.items():
@@ -230,19 +237,13 @@ def test_finetuning_compares_rates_on_dev_over_dev_steps_and_tests_once(tmp_path
     assert f"next: mpp predict --classifier {tested} --data.path" in capsys.readouterr().out
 
 
-def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypatch):
-    calls = []
-    measure_outcomes = Classification.measure_outcomes
-
-    def measure_and_note(task, model, views, *others):
-        calls.append((task, views.dataset))
-        return measure_outcomes(task, model, views, *others)
-
-    monkeypatch.setattr(Classification, "measure_outcomes", measure_and_note)
+def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypatch, finetunings):
+    evaluated = noted(monkeypatch, Classification, "measure_outcomes", 2)
     options = ["--data.train_images=40", "--data.workers=1", "--data.eval_images=1000"]
     fine_tune(tmp_path, encoder, "--lrs=0.1", *options)
-    (task, test_images), (_, left_out_images) = calls
-    train, test, left_out = ({*images.image_names()} for images in (task.train, test_images, left_out_images))
+    (task,) = finetunings
+    datasets = (task.train, *(views.dataset for views in evaluated))
+    train, test, left_out = ({*images.image_names()} for images in datasets)
     assert len(train) == 40
     assert train.isdisjoint(left_out) and test.isdisjoint(train | left_out)
     assert len(train | left_out) == len(load_labelled(DataConfig(), task.accelerator).train)
@@ -253,14 +254,14 @@ def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypat
 def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, encoder, monkeypatch, finetunings):
     kill_at(monkeypatch, 0)
     for init in ("encoder", "random"):
-        with pytest.raises(BaseException, match="killed"):
+        with pytest.raises(Killed):
             fine_tune(tmp_path / init, encoder, "--img_size=48", "--lrs=0.01", f"--init={init}")
-    source = load_file(encoder / "model.safetensors")
+    source = exported(encoder.parent)
     tuned, random = (task.model.encoder.state_dict() for task in finetunings)
     expected = timm.layers.resample_abs_pos_embed(source["pos_embed"], (6, 6), num_prefix_tokens=1)
     assert_close(tuned["pos_embed"], expected)
-    assert torch.equal(tuned["blocks.0.attn.qkv.weight"], source["blocks.0.attn.qkv.weight"])
-    assert not torch.equal(random["blocks.0.attn.qkv.weight"], source["blocks.0.attn.qkv.weight"])
+    weight = "blocks.0.attn.qkv.weight"
+    assert torch.equal(tuned[weight], source[weight]) and not torch.equal(random[weight], source[weight])
     assert all(parameter.requires_grad for parameter in finetunings[0].model.parameters())
 
 
@@ -273,18 +274,17 @@ def test_the_card_names_a_file_of_weights_and_has_no_licence_of_timms_own(tmp_pa
     assert timm.get_pretrained_cfg("test_vit").license and "license:" not in card
 
 
-def test_a_kill_during_finetuning_loses_nothing(tmp_path, encoder, monkeypatch, finetunings):
+def test_a_kill_during_finetuning_loses_nothing(tmp_path, encoder, finetunings):
     """With the modern recipe."""
     modern = [*MIXED, "--drop_path=0.2", "--optim.name=adam", "--optim.layer_decay=0.65", "--optim.weight_decay=0.05"]
     fine_tune(tmp_path / "whole", encoder, "--lrs=0.001", *modern)
     assert finetunings[0].model.encoder.blocks[-1].drop_path1.drop_prob == pytest.approx(0.2)
-    with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
-        kill_at(context, 3)
+    with killed_at(3):
         fine_tune(tmp_path / "killed", encoder, "--lrs=0.001", *modern)
-    run = tmp_path / "killed" / "lr_0.001"
-    assert len(complete_checkpoints(run)) == 1
+    killed, whole = (tmp_path / name / "lr_0.001" for name in ("killed", "whole"))
+    assert len(complete_checkpoints(killed)) == 1
     fine_tune(tmp_path / "killed", encoder, "--lrs=0.001", *modern)
-    assert weights_of(run) == weights_of(tmp_path / "whole" / "lr_0.001")
+    assert weights_of(killed) == weights_of(whole)
 
 
 class OnPixels(Classification):
@@ -348,18 +348,3 @@ def test_cutmix_takes_a_part_of_the_image_before():
         is_own = images == batch.images
         assert (is_own | (images == batch.images.roll(1, 0))).all()
         assert target[0, 0].item() == pytest.approx(is_own[0].all(0).double().mean().item(), abs=0.05)
-
-
-def test_a_polyak_average_of_constant_decay_is_there_for_a_while():
-    model = torch.nn.Linear(3, 2)
-    built = build_optimizer(model, OptimConfig(name="adam", lr=0.1, average=0.8, average_warmup=False))
-    average = None
-    for _ in range(9):
-        model(torch.randn(4, 3)).square().sum().backward()
-        built.step()
-        built.zero_grad()
-        weight = model.weight.detach().clone()
-        average = weight if average is None else 0.8 * average + 0.2 * weight
-    with averaged_weights(built):
-        assert_close(model.weight.detach(), average)
-    assert torch.equal(model.weight.detach(), weight)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import timm
 from classified_images import FAST, NAMES, OF_MODEL, OF_TRAINING, predict_to, read_csv, write_images
-from conftest import interrupt_after, put_picture, read_json
+from comparisons import noted
+from conftest import interrupted_after, put_picture, read_json, refused
 from safetensors.torch import load_file, save_file
 from server import Command
 
@@ -22,7 +23,6 @@ from evaluation.frozen.kept_heads import load_head
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.scoring import load_outcomes
 from evaluation.supervision.classifiers import distinct_class_names, timm_names
-from mpp.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,13 @@ SMALL_BATCHES = "--data.batch_size=2"
 def test_an_interrupted_table_is_finished_to_the_same_bytes(head, class_images, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "BATCHES_PER_PART", 3)
     whole = predict_to(tmp_path / "whole.csv", head, class_images, SMALL_BATCHES)
-    for calls in (5, 3):  # then 6 of the 12 images are in a part
-        with monkeypatch.context() as context:
-            interrupt_after(context, tables.ImageBatch, "table", calls)
-            try:
-                predict_to(tmp_path / "p.csv", head, class_images, SMALL_BATCHES)
-            except KeyboardInterrupt:
-                assert calls == 5 and not (tmp_path / "p.csv").exists()
-    assert (tmp_path / "p.csv").read_bytes() == whole.read_bytes()
+    out = tmp_path / "p.csv"
+    with interrupted_after(tables.ImageBatch, "table", 5):  # 6 of the 12 images are in a part
+        predict_to(out, head, class_images, SMALL_BATCHES)
+    assert not out.exists()
+    batches = noted(monkeypatch, tables.ImageBatch, "table")
+    predict_to(out, head, class_images, SMALL_BATCHES)
+    assert len(batches) == 3 and out.read_bytes() == whole.read_bytes()
     assert not list(tmp_path.glob(".*"))
 
 
@@ -143,16 +142,15 @@ def test_a_table_with_other_names_of_labels_is_another(head, class_images, tmp_p
         return read_json(tmp_path / "p.all.json")["labels"]["class_names"]
 
     assert learned("owll") == [*sorted(NAMES), "owll"]
-    with pytest.raises(UserError, match="the existing one is from other images, weights, labels or settings"):
+    with refused("the existing one is from other images, weights, labels or settings"):
         learned("owl")
 
 
 def test_another_table_is_not_written_over(head, class_images, tmp_path):
     out = predict_to(tmp_path / "p.csv", head, class_images)
     before = out.read_bytes()
-    refused = {"p.csv": "a new file", "p.txt": r"a file whose name ends in \.csv or \.parquet"}
-    for name, allowed in refused.items():
-        with pytest.raises(UserError, match=rf"out is .*{name}; it must be {allowed}"):
+    for name, allowed in (("p.csv", "a new file"), ("p.txt", r"a file whose name ends in \.csv or \.parquet")):
+        with refused(rf"out is .*{name}; it must be {allowed}"):
             predict_to(tmp_path / name, head, class_images, "--top=2")
     assert out.read_bytes() == before
 
@@ -162,13 +160,13 @@ def test_another_table_is_not_written_over(head, class_images, tmp_path):
 
 def test_an_encoder_may_move_with_its_head_or_without(run_with_head, head, finished_run, class_images, tmp_path):
     expected = predict_to(tmp_path / "a.csv", head, class_images).read_bytes()
-    moved = Path(shutil.copytree(run_with_head, tmp_path / "moved"))
+    moved = shutil.copytree(run_with_head, tmp_path / "moved")
     away = run_with_head.rename(run_with_head.with_name("away"))
     try:
         inside = moved / "evaluation" / "birds_head"
         assert predict_to(tmp_path / "b.csv", inside, class_images).read_bytes() == expected
-        alone = Path(shutil.copytree(inside, tmp_path / "alone"))
-        with pytest.raises(UserError, match=r".*alone was trained on .* is not at .*run: choose it with --encoder"):
+        alone = shutil.copytree(inside, tmp_path / "alone")
+        with refused(r".*alone was trained on .* is not at .*run: choose it with --encoder"):
             predict_to(tmp_path / "c.csv", alone, class_images)
         out = predict_to(tmp_path / "c.csv", alone, class_images, f"--encoder={away}")
         assert out.read_bytes() == expected
@@ -182,7 +180,7 @@ def test_the_encoder_of_a_head_on_published_weights_is_no_other(run_with_head, h
     published = replace(kept.description, encoder="vit_tiny_patch16_224", weights="")
     kept = replace(kept, description=published)
     assert predict.find_encoder_of_head(kept, None).frozen.encoder == "vit_tiny_patch16_224"
-    with pytest.raises(UserError, match=r"encoder is .*run; it must be null or vit_tiny_patch16_224, which .*birds_he"):
+    with refused(r"encoder is .*run; it must be null or vit_tiny_patch16_224, which .*birds_he"):
         predict.find_encoder_of_head(kept, str(run_with_head))
     random = replace(kept, description=replace(published, random=True))
     assert predict.find_encoder_of_head(random, str(run_with_head)).frozen.encoder == str(run_with_head)
@@ -190,7 +188,7 @@ def test_the_encoder_of_a_head_on_published_weights_is_no_other(run_with_head, h
 
 def test_an_encoder_of_the_hub_that_has_changed_is_another(run_with_head, class_images, tmp_path, monkeypatch):
     """Neither does an earlier head read its features, nor does a table of them continue."""
-    published = Path(shutil.copytree(run_with_head / "encoder", tmp_path / "published"))
+    published = shutil.copytree(run_with_head / "encoder", tmp_path / "published")
     monkeypatch.setattr("mpp.runtime.weights.snapshot_download", lambda name, allow_patterns: str(published))
     common = ["--encoder=hf-hub:me/mine", f"--data.path={class_images}", *FAST]
     linear.main([*common, "--l2=0.01", "--data.eval_fraction=0.3", "--save=true", f"--out={tmp_path / 'l.json'}"])
@@ -200,16 +198,16 @@ def test_an_encoder_of_the_hub_that_has_changed_is_another(run_with_head, class_
     predict_to(tmp_path / "p.csv", tmp_path / "l_head", class_images)
     weights = load_file(published / "model.safetensors")
     save_file({name: tensor + 0.1 for name, tensor in weights.items()}, published / "model.safetensors")
-    with pytest.raises(UserError, match=r"the encoder that .*l_head was trained on .* is not at .*hf-hub:me/mine"):
+    with refused(r"the encoder that .*l_head was trained on .* is not at .*hf-hub:me/mine"):
         predict_to(tmp_path / "q.csv", tmp_path / "l_head", class_images)
-    with pytest.raises(UserError, match=r"out is .*f\.parquet; it must be a new file"):
+    with refused(r"out is .*f\.parquet; it must be a new file"):
         embed.main(of_features)
 
 
 @pytest.mark.parametrize("has_run", [True, False])
 def test_images_are_read_as_those_that_a_kept_head_learned(has_run, finished_run, class_images, tmp_path):
     """Whatever the range and nodata of its encoder, with its run or without; a setting that is named wins."""
-    encoder = Path(shutil.copytree(finished_run if has_run else finished_run / "encoder", tmp_path / "one"))
+    encoder = shutil.copytree(finished_run if has_run else finished_run / "encoder", tmp_path / "one")
     words = (f"--encoder={encoder}", "--data.eval_fraction=0.3", "--data.range=[0, 51]", "--data.nodata=7")
     linear.main([*FAST, f"--data.path={class_images}", *words, "--l2=0.01", "--save=true", f"--out={tmp_path}/l.json"])
     for options, nodata in ([], 7), (["--data.nodata=null"], None):
@@ -228,7 +226,7 @@ def test_what_is_no_classifier_and_no_encoder_of_one_is_refused(run_with_head, h
         (finished_run, "null", r"classifier is .*; it must be the folder of a finished supervised or fine-tu"),
         (tmp_path, "null", "which only compared rates"),
     ]:
-        with pytest.raises(UserError, match=said):
+        with refused(said):
             predict_to(tmp_path / "p.csv", classifier, tmp_path, f"--encoder={encoder}")
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import classified_images
 import numpy as np
@@ -11,7 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from classified_images import FAST, read_csv
-from conftest import dataset_of, encoded, interrupt_after, picture, read_json
+from conftest import dataset_of, encoded, interrupted_after, picture, read_json, refused
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import jaccard_score
@@ -21,7 +20,6 @@ from evaluation import segmentation, tables
 from evaluation.config import MaskedDataConfig
 from evaluation.patches.masks import decode_mask
 from evaluation.predictions import MaskPredictions, colors_of, draw_mask, draw_overlay
-from mpp.errors import UserError
 
 PROBE = ("--steps=20", "--lr=0.01", "--seeds=0", "--readings=linear", "--baselines=false")
 SIZES = {"wide, ü.png": (50, 90), "sub/square.jpg": (64, 64), "sub/square.png": (40, 40), "tall.png": (130, 36)}
@@ -30,7 +28,7 @@ SIZES = {"wide, ü.png": (50, 90), "sub/square.jpg": (64, 64), "sub/square.png":
 @pytest.fixture(scope="module")
 def head(finished_run, tmp_path_factory):
     """The kept head of the patches of a run, for the outlined birds."""
-    run = Path(shutil.copytree(finished_run, tmp_path_factory.mktemp("probed") / "run"))
+    run = shutil.copytree(finished_run, tmp_path_factory.mktemp("probed") / "run")
     segmentation.main([f"--encoder={run}", *FAST, *PROBE, "--save=true", f"--out={run}/evaluation/s.json"])
     return run / "evaluation" / "s_head"
 
@@ -95,7 +93,7 @@ def test_a_mask_is_the_largest_logit_at_the_images_own_size(head, images, tmp_pa
         assert (numbers != expected).mean() < 0.002  # ties by rounding
         assert float(row["probability"]) == pytest.approx(probability, abs=1e-5)
         assert float(row["share_bird"]) == pytest.approx(numbers.mean(), abs=1e-6)
-        read = decode_mask({"bytes": (tmp_path / row["mask"]).read_bytes(), "path": None}, MaskedDataConfig())
+        read = decode_mask({"bytes": None, "path": str(tmp_path / row["mask"])}, MaskedDataConfig())
         assert (read.numpy() == numbers).all()  # as `mpp segmentation` reads masks
         assert Image.open(tmp_path / row["overlay"]).size == mask.size
     assert rows["sub/square.jpg"]["mask"] == "p_masks/sub/square.jpg.png"  # beside it is a square.png
@@ -125,18 +123,18 @@ def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, cap
     (images / "sub" / "square.png").write_bytes(b"no image")
     write_masked(images, scored | others)
     rows = predict_to(tmp_path / "p.csv", head, images)
-    true, predicted = [], []
+    pairs = []
     for name, mask in scored.items():
-        true.append(mask[mask != 255])
-        predicted.append(np.array(Image.open(tmp_path / rows[name]["mask"]))[mask != 255])
-    true, predicted = np.concatenate(true), np.concatenate(predicted)
+        predicted = Image.open(tmp_path / rows[name]["mask"])
+        pairs.append(np.array([mask, predicted])[:, mask != 255])
+    true, predicted = np.concatenate(pairs, 1)
     ious = jaccard_score(true, predicted, labels=[0, 1, 7], average=None)
     figures = read_json(tmp_path / "p.csv.json")["figures"]["all"]
     assert figures["accuracy"] == pytest.approx(ious.mean()) and figures["images"] == 2
     assert figures["figures"]["pixel_accuracy"][0] == pytest.approx((true == predicted).mean())
-    by_class = {row["class"]: row for row in read_csv(tmp_path / "p.all.classes.csv")}
-    assert list(by_class) == ["background", "bird", "other classes"] and by_class["other classes"]["IoU (%)"] == "0.0"
-    assert by_class["bird"]["IoU (%)"] == f"{100 * ious[1]:.1f}"
+    by_class = [(row["class"], row["IoU (%)"]) for row in read_csv(tmp_path / "p.all.classes.csv")]
+    names = ("background", "bird", "other classes")
+    assert by_class == [(name, f"{100 * iou:.1f}") for name, iou in zip(names, ious, strict=True)] and ious[2] == 0
     said = capsys.readouterr().err
     assert "its mask has 9 x 9 pixels, and the image 64" in said and "1 image cannot be decoded" in said
     assert rows["sub/square.png"]["mask"] == "" and rows["sub/square.png"]["error"]
@@ -155,21 +153,18 @@ def test_interrupted_masks_are_finished_to_the_same_bytes_with_their_images_alon
     out, whole = tmp_path / "b" / "p.csv", tmp_path / "a"
     out.parent.mkdir()
     whole.mkdir()
-    refused = pytest.raises(
-        UserError, match=r"out is .*p\.csv; it must be another: .*p_masks exists, and may be of oth"
-    )
+    of_others = r"out is .*p\.csv; it must be another: .*p_masks exists, and may be of oth"
     for calls in (1, 2):
-        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-            interrupt_after(context, MaskPredictions, "write", calls)
+        with interrupted_after(MaskPredictions, "write", calls):
             predict_to(out, head, images)
-        with refused:
+        with refused(of_others):
             predict_to(out, head, others)
     for folder in (out.parent, whole):
         predict_to(folder / "p.csv", head, images)
     assert files_in(out.parent) == files_in(whole) and len(files_in(whole)) == 9
     assert not list(out.parent.glob(".*"))
     out.unlink()
-    with refused:
+    with refused(of_others):
         predict_to(out, head, images)
 
 
@@ -183,17 +178,17 @@ def test_a_long_image_has_a_mask_and_overlays_are_left_out(head, images, tmp_pat
 def test_masks_are_not_written_among_the_images(head, images, monkeypatch):
     """After an interruption they would be predicted, too."""
     monkeypatch.chdir(images)
-    for path in (".", str(images)):
-        with pytest.raises(UserError, match=r"out is p\.csv, inside the images"):
-            predict_to(Path("p.csv"), head, path)
+    for path in (".", images):
+        with refused(r"out is p\.csv, inside the images"):
+            predict_to("p.csv", head, path)
     assert {file.name for file in images.iterdir()} == {"wide, ü.png", "tall.png", "sub"}
 
 
 def test_settings_that_do_not_serve_are_refused(head, images, tmp_path):
-    with pytest.raises(UserError, match=r"top is 2; it must be left out: .* of the kind pixels"):
+    with refused(r"top is 2; it must be left out: .* of the kind pixels"):
         predict_to(tmp_path / "p.csv", head, images, "--top=2")
     write_masked(images, {"tall.png": np.zeros(SIZES["tall.png"])})
-    with pytest.raises(UserError, match=r"data\.mask_column is masc; it must be a column of all"):
+    with refused(r"data\.mask_column is masc; it must be a column of all"):
         predict_to(tmp_path / "r.csv", head, images, "--data.mask_column=masc", "--data.image_column=image")
 
 
@@ -211,7 +206,7 @@ def test_colours_are_pascal_vocs_and_more_than_a_palette_has_are_grey_of_sixteen
     assert {number: tuple(colors_of(np.array(number)).tolist()) for number in expected} == expected
     numbers = np.array([[0, 255], [256, 32767]])
     draw_mask(numbers, 32767).save(tmp_path / "m.png")
-    read = decode_mask({"bytes": (tmp_path / "m.png").read_bytes(), "path": None}, MaskedDataConfig(ignore_index=None))
+    read = decode_mask({"bytes": None, "path": str(tmp_path / "m.png")}, MaskedDataConfig(ignore_index=None))
     assert (read.numpy() == numbers).all()
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
+from classified_images import OF_TRAINING
 from comparisons import noted
-from conftest import CUT, encoded, picture, put_picture, read_json
+from conftest import CUT, encoded, picture, put_picture, read_json, refused, write_pictures
+from PIL import Image
 
 from evaluation import fewshot, finetune, knn
 from evaluation.config import (
@@ -21,7 +23,6 @@ from evaluation.config import (
 from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import load_images_of, parse_and_load
 from mpp.data import sources
-from mpp.errors import UserError
 
 FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
 
@@ -100,15 +101,13 @@ def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_p
     saved = yaml.safe_load((trained / "config.yaml").read_text())
     saved["data"]["path"] = "some/set"
     (trained / "config.yaml").write_text(yaml.safe_dump(saved))
-    records = read_json(trained / "data.json")
-    for record in records.values():
-        record["revision"] = "0" * 40
+    commit = {"revision": "0" * 40}
+    records = {split: record | commit for split, record in read_json(trained / "data.json").items()}
     (trained / "data.json").write_text(json.dumps(records))
     monkeypatch.chdir(tmp_path)
-    assert own_images(trained).revision == "0" * 40
-    for number in range(40):
-        put_picture(tmp_path / "some" / "set" / f"{number}.png", number)
-    with pytest.raises(UserError, match=f"set no longer holds the images of {trained}"):
+    assert own_images(trained).revision == commit["revision"]
+    write_pictures(tmp_path / "some" / "set", 40)
+    with refused(f"set no longer holds the images of {trained}"):
         own_images(trained)
     here = own_images(trained, "--data.path=./some/set")
     assert (here.path, here.revision) == ("./some/set", None)
@@ -125,44 +124,41 @@ def test_a_run_is_evaluated_on_its_own_images_from_any_folder(of_a_relative_path
 
 
 def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path, image_folder):
-    new = image_folder / "cat" / "00.png"
-    put_picture(new, 99)
-    with pytest.raises(UserError, match=rf"{image_folder} no longer holds the images of {of_a_relative_path}"):
+    put_picture(new := image_folder / "cat" / "00.png", 99)
+    with refused(rf"{image_folder} no longer holds the images of {of_a_relative_path}"):
         fewshot.main([f"--encoder={of_a_relative_path}", *FAST])
     new.unlink()
     put_picture(image_folder / "cat" / "01.png", 98)
-    with pytest.raises(UserError, match=r"train: files changed"):
+    with refused(r"train: files changed"):
         own_images(of_a_relative_path)
     assert own_images(of_a_relative_path, f"--data.path={image_folder}").cut_seed == 0  # named by the user
 
 
-@pytest.mark.parametrize("evaluate", [knn.main, finetune.main])
-def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, monkeypatch, tmp_path, evaluate):
+OF_RATES = (*OF_TRAINING, "--run.dir={}/finetuned", "--run.steps=1", "--lrs=[0.1, 0.01]", "--dev_fraction=0.3")
+
+
+@pytest.mark.parametrize("evaluate, words", [(knn.main, ["--data.workers=0"]), (finetune.main, OF_RATES)])
+def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, monkeypatch, tmp_path, evaluate, words):
     """To compare them with those that the run began with, and to extract features of them."""
     listed = noted(monkeypatch, sources, "load_local")
-    words = [f"--encoder={of_a_relative_path}", "--data.workers=0"]
-    if evaluate == finetune.main:
-        words += [f"--run.dir={tmp_path / 'finetuned'}", "--run.steps=2", "--run.report=false", "--lrs=[0.1, 0.01]"]
-        words += ["--optim.warmup_steps=0", "--optim.global_batch_size=4", "--dev_fraction=0.3"]
-    evaluate(words)
+    evaluate([f"--encoder={of_a_relative_path}", *(word.format(tmp_path) for word in words)])
     assert len(listed) == 1
 
 
 def test_masks_that_pre_training_took_for_images_are_no_change(pretrain, tmp_path):
     """They lie outside the folder of the list that names them, so only segmentation knows that they are masks."""
     folder, lines = tmp_path / "set", ["file_name,mask"]
-    for number in range(12):
-        image = picture(number)
-        for name, pixels in (("images", image), ("masks", image[..., 0] // 128)):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            (folder / name / f"{number}.png").write_bytes(encoded(pixels))
-        lines.append(f"{number}.png,../masks/{number}.png")
+    write_pictures(folder / "images", 12)
+    write_pictures(folder / "masks", 12)
+    for file in (folder / "masks").iterdir():
+        file.write_bytes(encoded(Image.open(file).convert("1")))
+        lines.append(f"{file.name},../masks/{file.name}")
     (folder / "images" / "metadata.csv").write_text("\n".join(lines))
     run = pretrain(f"--data.path={folder}", *CUT)
     words = [f"--encoder={run}", "--data.mask_column=mask"]
     assert parse_and_load(SegmentationConfig, words)[0].data.path == str(folder)
-    (folder / "masks" / "0.png").write_bytes(encoded(picture(99)[..., 0] // 128))
-    with pytest.raises(UserError, match=rf"{folder} no longer holds the images of {run}"):
+    put_picture(folder / "masks" / "00.png", 99)
+    with refused(rf"{folder} no longer holds the images of {run}"):
         parse_and_load(SegmentationConfig, words)
 
 
@@ -174,7 +170,7 @@ def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder,
     for text in (absolute.replace(str(image_folder), "images"), absolute):
         saved.write_text(text)
         gone = rf"of {of_a_relative_path} were at {image_folder}, which is gone; give their new place with --data\.path"
-        with pytest.raises(UserError, match=gone):
+        with refused(gone):
             own_images(of_a_relative_path)
     images = own_images(of_a_relative_path, f"--data.path={moved}")
     assert (images.path, images.cut_seed, images.eval_split) == (str(moved), 3, None)
@@ -191,18 +187,17 @@ def test_the_images_of_a_stream_are_compared_by_files_and_those_kept_are_loaded(
     assert (data.path, len(train), len(held_out)) == (str(two_shards), 0, 8)
     file = sorted(two_shards.glob("*.parquet"))[0]
     file.rename(file.with_name(file.name.replace("0", "9", 1)))
-    with pytest.raises(UserError, match=rf"{two_shards} no longer holds the images .*train: files changed"):
+    with refused(rf"{two_shards} no longer holds the images .*train: files changed"):
         own_images(run)
 
 
 def test_an_encoder_says_how_its_files_were_read(pretrain, tmp_path):
     """Where its run is not there; what is given wins."""
-    (tmp_path / "arrays").mkdir()
+    (arrays := tmp_path / "arrays").mkdir()
     for number in range(8):
-        two_channels = picture(number).astype(np.uint16)[..., :2]
-        np.save(tmp_path / "arrays" / f"{number}.npy", 1000 + 10 * two_channels)
+        np.save(arrays / f"{number}.npy", 1000 + 10 * picture(number).astype(np.uint16)[..., :2])
     options = "--data.channels=2", "--data.range=[1000,3550]", "--data.nodata=7"
-    folder = pretrain(f"--data.path={tmp_path / 'arrays'}", "--data.eval_split=null", *options)
+    folder = pretrain(f"--data.path={arrays}", "--data.eval_split=null", *options)
     copy = shutil.copytree(folder / "encoder", tmp_path / "elsewhere" / "encoder")
     data = own_images(copy, "--data.path=other")
     assert (data.channels, tuple(data.range), data.nodata) == (2, (1000, 3550), 7)
@@ -211,9 +206,7 @@ def test_an_encoder_says_how_its_files_were_read(pretrain, tmp_path):
 
 def test_where_nothing_can_be_written_is_said_before_anything_is_done(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        UserError, match=r"file/evaluation/x\.json cannot be written \(.*\); choose another place with --out"
-    ):
+    with refused(r"file/evaluation/x\.json cannot be written \(.*\); choose another place with --out"):
         report_path(str(tmp_path / "file" / "evaluation" / "x.json"), "runs/birds", "x.json")
     assert report_path(None, str(tmp_path), "x.json") == tmp_path / "evaluation" / "x.json"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]

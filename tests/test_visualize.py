@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from classified_images import FAST
-from conftest import put_picture
+from comparisons import noted
+from conftest import equal_tensors, exported, refused, write_pictures
 from einops import rearrange
 from model_inputs import random_images, small_vit
 from numpy.testing import assert_allclose
 from PIL import Image
-from safetensors.torch import load_file
 from scipy.spatial.distance import cdist
 from torch.testing import assert_close
 
@@ -35,7 +35,6 @@ from evaluation.pictures import (
 )
 from evaluation.visualize import main
 from mpp.config import ModelConfig
-from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
 
@@ -125,9 +124,8 @@ def test_rollout_multiplies_the_layers_in_order(residual):
 def test_similarity_of_sinusoidal_positions():
     encoder = vit()
     angles = 0.9 * (torch.arange(16) % 4)  # one wave over the columns, none over rows
-    positions = torch.zeros(1, 17, 16)
+    positions = encoder.model.pos_embed.data.zero_()
     positions[0, 1:, :2] = 3 * torch.stack([angles.sin(), angles.cos()], 1)
-    encoder.model.pos_embed.data = positions
     expected = torch.cos(angles[:, None] - angles).view(4, 4, 4, 4)
     assert_close(position_similarity(encoder.model), expected, rtol=1e-5, atol=1e-5)
 
@@ -149,9 +147,8 @@ def test_features_along_one_direction_have_one_color():
     strength = torch.rand(2, 4, 4, generator=seeded())
     coordinates, _ = components_by_depth([strength[..., None] * torch.tensor([3.0, 0, 4.0, 0, 0]) + 7])
     red, green, blue = colors_of(coordinates).reshape(-1, 3)[strength.flatten().argsort()].T
-    assert (np.diff(red) >= 0).all()
-    assert (red[0], red[-1]) == (0, 1)
-    assert (green == 0.5).all() and (blue == 0.5).all()
+    assert (np.diff(red) >= 0).all() and (red[0], red[-1]) == (0, 1)
+    assert {*green, *blue} == {0.5}
 
 
 def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_to_depth():
@@ -178,8 +175,9 @@ def test_patch_features_are_the_models_own_in_their_places():
     images = random_images(2)
     first, last = patch_features(encoder, images, [1, 3])
     pixels = encoder.normalize(images)
-    tokens = encoder.model.forward_features(pixels)
-    assert_close(last[:, 2, 3], tokens[:, 1 + 2 * 4 + 3])  # row 2, column 3 of 4 x 4; [class] is left out
+    assert_close(
+        last[:, 2, 3], encoder.model.forward_features(pixels)[:, 1 + 2 * 4 + 3]
+    )  # row 2, column 3 of 4 x 4; [class] is left out
     (inner,) = encoder.model.forward_intermediates(pixels, indices=[0], norm=False, intermediates_only=True)
     assert_close(first.permute(0, 3, 1, 2), inner)
 
@@ -197,10 +195,8 @@ def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
     out = draw(finished_run, tmp_path / "pictures", *FEW)
     assert "no " not in capsys.readouterr().out.replace("note", "")
     assert drawn_in(out) == ALL
-    for file in out.glob("*.png"):
-        image = Image.open(file)
-        assert image.width <= 900
-        assert np.asarray(image.convert("L")).std() > 5
+    for image in map(Image.open, out.glob("*.png")):
+        assert image.width <= 900 and np.asarray(image.convert("L")).std() > 5
     assert np.load(out / "attention_distance.npz")["images"] == 5
     rollout = np.load(out / "attention_rollout.npz")["rollout"]
     assert rollout.mean((1, 2)).tolist() == pytest.approx([1] * 3, rel=1e-5)
@@ -238,19 +234,10 @@ def test_predictions_are_by_the_weights_that_were_exported_and_need_a_checkpoint
     pretrain, monkeypatch, tmp_path, capsys
 ):
     run = pretrain("--optim.average=0.9", "--optim.lr=0.1")
-    models = []
-    predict = Pretraining.predict
-
-    def recorded_predict(task, model, indices):
-        models.append(model)
-        return predict(task, model, indices)
-
-    monkeypatch.setattr(Pretraining, "predict", recorded_predict)
+    models = noted(monkeypatch, Pretraining, "predict", 1)
     asked = ("--pictures=[predictions,filters]", SHOWN)
     assert drawn_in(draw(run / "encoder", tmp_path / "with_checkpoints", *asked)) == {"predictions", "filters"}
-    weights = models[0].encoder.state_dict()
-    exported = load_file(run / "encoder" / "model.safetensors")
-    assert exported and all(torch.equal(weights[name], tensor) for name, tensor in exported.items())
+    assert equal_tensors(models[0].encoder.state_dict(), exported(run))
 
     shutil.rmtree(run / "checkpoints")
     assert drawn_in(draw(run, tmp_path / "without", *asked)) == {"filters"}
@@ -265,21 +252,20 @@ def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
     for name in ALL - {"filters", "neighbours"}:
         assert f"no {name}: " in printed
     assert drawn_in(tmp_path) == {"filters", "neighbours"}
-    with pytest.raises(ValueError, match="pictures is filters; it must be a picture that this encoder supports"):
+    with refused("pictures is filters; it must be a picture that this encoder supports"):
         draw("floor:pixels", tmp_path, "--pictures=filters")
 
 
 def test_a_file_in_the_place_of_the_folder_is_named():
-    with pytest.raises(UserError, match=r"out is pyproject\.toml; it must be a folder"):
+    with refused(r"out is pyproject\.toml; it must be a folder"):
         main(["--encoder=floor:pixels", *FAST, "--out=pyproject.toml"])
 
 
 @pytest.mark.faults
 def test_broken_images_are_no_neighbours(finished_run, tmp_path):
-    for number in range(24):
-        put_picture(tmp_path / f"{number}.png", number)
-        if number % 2 == 0:
-            (tmp_path / f"{number}.png").write_bytes(b"broken")
+    write_pictures(tmp_path, 24)
+    for number in range(0, 24, 2):
+        (tmp_path / f"{number:02d}.png").write_bytes(b"broken")
     words = (f"--data.path={tmp_path}", "--pictures=neighbours", SHOWN, "--data.eval_fraction=0.5")
     saved = np.load(draw(finished_run, tmp_path / "out", *words) / "neighbours.npz")
     names = {int(Path(name).stem) for name in saved["names"].flatten()}
