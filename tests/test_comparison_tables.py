@@ -48,10 +48,10 @@ def rows_of(*kinds):
     """Scores of two encoders: an evaluation for each kind of label."""
     rows = []
     for kind in kinds:
-        for encoder, value in (("a", 0.5), ("b", -0.25)):
-            score = {} if kind == "class" else {"score": KINDS[kind].score_heading}
-            row = ROW | {"encoder": encoder, "evaluation": kind, "case": "", "accuracy": value, **score}
-            rows.append(row | {"interval": [value - 0.125, value + 0.125], "images": 10})
+        score = {} if kind == "class" else {"score": KINDS[kind].score_heading}
+        row = ROW | {"evaluation": kind, "case": "", "images": 10, **score}
+        rows.append(row | {"interval": [0.375, 0.625]})
+        rows.append(row | {"encoder": "b", "accuracy": -0.25, "interval": [-0.375, -0.125]})
     return rows
 
 
@@ -76,7 +76,8 @@ def test_rank_and_dev_accuracy_are_columns_but_no_bars():
     rows = [ROW | {"kind": "rank", "depth": depth, "rank": rank} for depth, rank in ranks.items()]
     rows += [ROW | {"kind": "dev", "accuracy": 0.25}, ROW]
     numbers = cells(*rows)
-    assert numbers["a"]["rank"] == {"mean": pytest.approx(4), "std": 0, "count": 1, "values": [pytest.approx(4)]}
+    four = pytest.approx(4)
+    assert numbers["a"]["rank"] == {"mean": four, "std": 0, "count": 1, "values": [four]}
     headings, body = table_of(numbers)
     assert headings[-2:] == ["kNN, dev", "rank"] and body == [["a", "50.0", "25.0", "4"]]
     assert len(plotted(Question("bars"), *rows).axes) == 1
@@ -142,8 +143,7 @@ def test_a_sentence_says_what_the_spread_is_over(key):
 
 def test_encoders_that_a_plot_leaves_out_are_named(fine_tuned):
     """They are in the table: those without compute."""
-    unknown = ROW | {"encoder": "floor"}
-    (sentence,) = remarks(*fine_tuned, unknown, plot="lines", x="compute")
+    (sentence,) = remarks(*fine_tuned, ROW | {"encoder": "floor"}, plot="lines", x="compute")
     assert sentence.startswith("Not in the plot") and sentence.endswith(": floor.")
     assert remarks(*fine_tuned, plot="lines", x="compute") == []
 
@@ -183,9 +183,12 @@ def test_a_line_without_compute_is_drawn_across_the_panel():
     """Of random weights, or on a line of others: a logarithmic axis has no 0."""
     lines = {"trained": ["a", "b"], "random weights": ["b"], "pixels": ["c"]}
     question = Question("q", encoders=list("abc"), plot="lines", x="compute", lines=lines)
-    rows = []
-    for name, accuracy, cost in (("a", 0.5, {"training_pflop": 1}), ("b", 0.3, {"training_pflop": 0}), ("c", 0.2, {})):
-        rows.append(ROW | {"encoder": name, "case": "", "accuracy": accuracy} | cost)
+    row = ROW | {"case": ""}
+    rows = [
+        row | {"encoder": "a", "training_pflop": 1},
+        row | {"encoder": "b", "training_pflop": 0, "accuracy": 0.3},
+        row | {"encoder": "c", "accuracy": 0.2},
+    ]
     (panel,) = plotted(question, *rows).axes
     across = {line.get_label(): list(line.get_ydata()) for line in panel.lines if list(line.get_xdata()) == [0, 1]}
     assert across == {"trained, at 0": [30, 30], "random weights": [30, 30], "pixels": [20, 20]}
@@ -195,9 +198,8 @@ def test_a_line_without_compute_is_drawn_across_the_panel():
 def test_encoders_at_the_same_place_of_a_line_are_drawn_apart():
     """Methods of equal compute: their mean would be the accuracy of none."""
     question = Question("q", encoders=list("abc"), plot="lines", x="compute")
-    rows = []
-    for name, accuracy, pflop in (("a", 0.9, 1.0), ("b", 0.1, 1.0), ("c", 0.5, 2.0)):
-        rows.append(ROW | {"encoder": name, "accuracy": accuracy, "training_pflop": pflop})
+    of_each = (("a", 0.9, 1.0), ("b", 0.1, 1.0), ("c", 0.5, 2.0))
+    rows = [ROW | {"encoder": name, "accuracy": share, "training_pflop": pflop} for name, share, pflop in of_each]
     (panel,) = plotted(question, *rows, *(row | {"seed": 1} for row in rows)).axes
     assert lines_in(panel) == {"20, a": [[1, pytest.approx(90)]], "20, b": [[1, pytest.approx(10)]], "20": [[2, 50]]}
 
@@ -237,12 +239,11 @@ def test_costs_stand_beside_the_accuracies_where_they_are_known(fine_tuned):
 def test_a_comparison_of_several_kinds_is_carried_out(tmp_path):
     kinds = {"several": colours, "number": redness}
     small = SmallComparison(tmp_path)
-    small.config["encoders"] = small.config["encoders"][-1:]
-    small.config["evaluations"] = [{"name": "kNN", "command": "knn", "options": FAST | {"neighbours": [5]}}]
-    small.config["datasets"] = []
-    for kind, label in kinds.items():
-        images = write_images(tmp_path / kind, label)
-        small.config["datasets"].append({"name": kind, "options": {"data.path": str(images), "task": kind}})
+    del small.config["encoders"][:-1]
+    small.config["evaluations"] = [{"name": "kNN", "command": "knn", "options": FAST | {"neighbours": 5}}]
+    for dataset, (kind, label) in zip(small.config["datasets"], kinds.items(), strict=True):
+        path = str(write_images(tmp_path / kind, label))
+        dataset |= {"name": kind, "group": None, "options": {"data.path": path, "task": kind}}
     small.compare()
     text = small.table()
     headings = [cell.strip() for cell in text.splitlines()[2].split("|")[1:-1]]

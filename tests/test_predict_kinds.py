@@ -1,21 +1,19 @@
 """Predictions of each kind of label: those of plain timm with the saved weights, and of the files for elsewhere."""
 
 import shutil
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import timm
 import torch
 from classified_images import FAST, OF_TRAINING, predict_to
-from conftest import read_json
+from conftest import read_json, refused
 from PIL import Image
 from safetensors.torch import load_file
 from test_label_kinds import colours, write_images
 from torchvision.transforms import v2
 
 from evaluation import export, finetune, linear
-from mpp.errors import UserError
 
 NAMES = {"class": ["auk", "bee-eater", "crane"], "several": ["bright", "red"], "number": []}
 MEANING = {
@@ -111,7 +109,7 @@ def test_a_fine_tuned_run_predicts_as_plain_timm_with_its_head(kind, tuned, imag
 @torch.no_grad()
 def test_a_kept_head_predicts_as_plain_timm_with_its_weights(kind, finished_run, images, tmp_path):
     """The mean of the patches after the first block."""
-    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    run = shutil.copytree(finished_run, tmp_path / "run")
     words = (f"--encoder={run}", f"--data.path={images}", "--depth=1", f"--task={kind}", "--save=true")
     report = linear.main([*FAST, *words, "--l2=0.01", f"--out={run}/l.json"])
     weights = load_file(run / "l_head" / "head.safetensors")
@@ -162,7 +160,7 @@ def test_files_for_elsewhere_predict_the_same(kind, tuned, images, tmp_path, cap
 def test_settings_of_other_kinds_are_refused(kind, tuned, images, tmp_path):
     of_classes = {"top": "2", "probabilities": "false"}
     for name, value in ({} if kind == "class" else of_classes | {"overlays": "false"}).items():
-        with pytest.raises(UserError, match=rf"{name} is {value}; it must be left out: .* of the kind {kind}"):
+        with refused(rf"{name} is {value}; it must be left out: .* of the kind {kind}"):
             predict_to(tmp_path / "few.csv", tuned, images, f"--{name}={value}")
     if kind == "class":
         (row, *_) = rows_of(tmp_path / "few.parquet", tuned, images, "--top=2", "--probabilities=false")

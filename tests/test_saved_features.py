@@ -11,6 +11,11 @@ from test_fewshot import features
 from evaluation.frozen.features import ARRAY_NAMES, LabelledFeatures, load_features, save_features
 
 
+def named(data):
+    """The arrays of features by their names in a file."""
+    return dict(zip(ARRAY_NAMES, data[:4], strict=True))
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_saved_features_are_loaded_as_they_were(tmp_path, dtype):
     """In the other order of memory, and with labels of any integer type."""
@@ -18,7 +23,7 @@ def test_saved_features_are_loaded_as_they_were(tmp_path, dtype):
     train, test = (np.asarray(part / 100, dtype, "F") for part in (data.train, data.test))
     data = data._replace(train=train, train_labels=data.train_labels.astype(np.uint8), test=test)
     save_features(tmp_path / "f.npz", data)
-    np.savez_compressed(tmp_path / "small.npz", **dict(zip(ARRAY_NAMES, data[:4], strict=True)))
+    np.savez_compressed(tmp_path / "small.npz", **named(data))
     for name in ("f.npz", "small.npz"):
         loaded = load_features(tmp_path / name)
         for ours, saved in zip(loaded[:4], data[:4], strict=True):
@@ -38,21 +43,22 @@ def test_a_flipped_bit_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "name, array, words",
     [
-        ({"train_labels": None}, "train_labels"),
-        ({"train_features": np.full((210, 20), np.nan)}, "train_features is float64 .* finite"),
-        ({"train_labels": np.full(210, -1)}, "train_labels must be integers from 0"),
-        ({"test_labels": np.full(200, 2**63, np.uint64)}, "test_labels must be integers from 0 and below"),
-        ({"train_labels": np.zeros(210, np.int64)}, "all training images have the same label"),
-        ({"train_labels": np.arange(3)}, "as many as labels"),
-        ({"test_features": np.zeros((200, 3), np.float32)}, "test_features is .* as wide in both splits"),
+        ("train_labels", None, "train_labels"),
+        ("train_features", np.full((210, 20), np.nan), "train_features is float64 .* finite"),
+        ("train_labels", np.full(210, -1), "train_labels must be integers from 0"),
+        ("test_labels", np.full(200, 2**63, np.uint64), "test_labels must be integers from 0 and below"),
+        ("train_labels", np.zeros(210, np.int64), "all training images have the same label"),
+        ("train_labels", np.arange(3), "as many as labels"),
+        ("test_features", np.zeros((200, 3), np.float32), "test_features is .* as wide in both splits"),
     ],
 )
-def test_bad_features_are_named(tmp_path, change, words):
+def test_bad_features_are_named(tmp_path, name, array, words):
     file = tmp_path / "f.npz"
-    arrays = dict(zip(ARRAY_NAMES, features()[:4], strict=True)) | change
-    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+    arrays = named(features())
+    del arrays[name]
+    np.savez(file, **arrays, **{} if array is None else {name: array})
     with refused(rf"{file}.*{words}"):
         load_features(file)
 
