@@ -157,7 +157,7 @@ def group_of_one():
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory):
-    """A finished tiny pre-training run, which nobody may change."""
+    """A finished tiny pre-training run; tests must not change it."""
     from mpp.pretrain import main
 
     folder = tmp_path_factory.mktemp("finished") / "run"

@@ -47,7 +47,7 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", urlsplit(os.environ["HF_ENDPOINT"]).port), FakeHubHandler)
         self.root = root
-        self.birds = root / "somebody" / "birds"
+        self.birds = root / "owner" / "birds"
         self.lock = threading.Lock()
         self.faults: dict[str, Fault] = {}
         """Pattern of request lines ("GET /...") -> their fault; the first that matches counts."""

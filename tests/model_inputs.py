@@ -17,7 +17,7 @@ def random_images(count=3, channels=3, side=32) -> torch.Tensor:
 
 
 def small_vit(**changes):
-    """A timm model of 4 x 4 patches of 8 pixels; `changes` are arguments of timm's."""
+    """A timm model of 4 x 4 patches of 8 pixels; `changes` are arguments of the timm model."""
     torch.manual_seed(0)
     settings = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=0)
     return timm.create_model("vit_base_patch16_224", **settings | changes).eval()

@@ -312,7 +312,7 @@ def test_commands_take_or_refuse_whatever_is_said(tmp_path, command, data):
 
 @pytest.mark.parametrize("config_class", [Config, SupervisedConfig, ContrastiveConfig, FinetuneConfig])
 def test_a_warm_up_ends_before_its_run(config_class):
-    """One that nobody gave fits itself to the run."""
+    """A setting that is not given fits itself to the run."""
     with refused(r"optim\.warmup_steps is 50; it must be less than run\.steps \(50\), or null"):
         parse(config_class, ["--run.steps=50", "--optim.warmup_steps=50"])
     assert parse(config_class, ["--run.steps=50", "--optim.warmup_steps=49"]).optim.warmup(50) == 49
@@ -333,7 +333,7 @@ NEED = [  # a command, a setting, beside what it has no effect, beside what it h
     (FinetuneConfig, "run.eval_every=100", [""], None),
     (ContrastiveConfig, "views.jitter_probability=0.5", ["--views.jitter=0"], ""),
     (VisualizeConfig, "residual=true", ["--pictures=filters"], '--pictures=["filters","attention_rollout"]'),
-    (SegmentationConfig, "data.mask_column=m", [""], "--data.path=somebody/scenes"),
+    (SegmentationConfig, "data.mask_column=m", [""], "--data.path=owner/scenes"),
     (PrepareConfig, "quality=80", ["--format=ppm"], ""),
 ]
 

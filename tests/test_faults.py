@@ -485,7 +485,7 @@ def stuck():
 
 
 def lose_a_fork(file):
-    """The first loader process hangs in its fork, as one that waits for a lock which nobody will open."""
+    """The first loader process hangs in its fork, as one that waits for a lock that is never opened."""
     workers.START_TIMEOUT_S = 5.0
 
     def hang():

@@ -100,7 +100,7 @@ def goes_on(hosts, folder) -> bytes:
 
 
 def unhurried() -> None:
-    """An update takes 20 ms at least, and nobody waits for another for more than 5 s."""
+    """An update takes 20 ms at least, and no process waits for another for more than 5 s."""
 
     def act(_) -> None:
         set_timeout(timedelta(seconds=5))

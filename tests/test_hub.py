@@ -68,7 +68,7 @@ def home():
 def start(fake_hub, home, tmp_path):
     """A run on a dataset of the hub that begins: start("--run.steps=4", name="run", processes=2)."""
 
-    def start(*words, name="run", processes=1, path="somebody/birds", token="", prepare=hurry):
+    def start(*words, name="run", processes=1, path="owner/birds", token="", prepare=hurry):
         options = (*TINY, f"--data.path={path}", "--data.eval_split=null", f"--run.dir={tmp_path / name}")
         environments = [each | {"HF_TOKEN": token} for each in environments_of(processes, sharded=False)]
         return Command("pretrain", *options, *words, environments=environments, prepare=prepare)
@@ -177,7 +177,7 @@ def test_a_refusal_in_the_middle_is_not_tried_again(fake_hub, run, status, tally
 def test_access(fake_hub, run, tally):
     """Not there, not that revision, gated, disabled: one line, at once. With a token: a run."""
     for says, access, options in (
-        ("data.path is somebody/nothing, which cannot be loaded: 404", "", {"path": "somebody/nothing"}),
+        ("data.path is owner/nothing, which cannot be loaded: 404", "", {"path": "owner/nothing"}),
         ("Access to this resource is disabled", "disabled", {}),
         ("gated", "gated", {}),
     ):
@@ -206,7 +206,7 @@ def test_a_hub_that_stays_away(fake_hub, run, undisturbed, tmp_path, processes, 
     output = run(*again, name="other", processes=processes, code=None)
     lines = {line for line in output.splitlines() if line.startswith("error")}
     (line,) = (line for line in lines if "another process does not answer" not in line)
-    assert "data.path is somebody/birds, which cannot be loaded" in line
+    assert "data.path is owner/birds, which cannot be loaded" in line
     tally("hub: goes away for good before a run, and in the middle of a stream (one and two processes) *", 2)
 
 
@@ -267,14 +267,14 @@ def test_loose_pictures_are_listed_as_on_this_machine(fake_hub, home, tmp_path):
         save_classes(folder / split, CATS_AND_DOGS)
     listed = [f"{name}/{number}.png,{name}\n" for name in CATS_AND_DOGS for number in range(2)]
     write(folder / "test", {"metadata.csv": "".join(["file_name,label\n", *listed])})
-    shutil.copytree(folder, fake_hub.root / "somebody" / "loose" / COMMITS[0])
-    (fake_hub.root / "somebody" / "loose" / "main").write_text(COMMITS[0])
-    images = in_a_process(seen, "somebody/loose")
+    shutil.copytree(folder, fake_hub.root / "owner" / "loose" / COMMITS[0])
+    (fake_hub.root / "owner" / "loose" / "main").write_text(COMMITS[0])
+    images = in_a_process(seen, "owner/loose")
     here = seen(folder)
     assert images == here
-    in_a_process(fill_cache, "somebody/loose")
+    in_a_process(fill_cache, "owner/loose")
     fake_hub.faults["."] = Fault(0)
-    assert in_a_process(seen_offline, "somebody/loose") == here  # as a node without internet has it
+    assert in_a_process(seen_offline, "owner/loose") == here  # as a node without internet has it
     classes = [(0, "cat"), (0, "cat"), (1, "dog"), (1, "dog")]
     assert sorted(images["test"].values()) == classes
     assert sorted(images["train"].values()) == [*classes, (3, None)]
@@ -291,7 +291,7 @@ def test_a_download_that_fills_the_disk(start, run, tally):
 def test_prepare(fake_hub, home, run, tmp_path, tally):
     """Shards are made of a dataset of the hub, though it is away for a while, and trained on."""
     fake_hub.faults["resolve"] = Fault(503, times=3)
-    made = Command("prepare", "--data.path=somebody/birds", f"--out={tmp_path / 'shards'}", "--rows=10", prepare=hurry)
+    made = Command("prepare", "--data.path=owner/birds", f"--out={tmp_path / 'shards'}", "--rows=10", prepare=hurry)
     finish(made)
     assert fake_hub.faults["resolve"].times == 0, made.said
     run(STREAMED, path=str(tmp_path / "shards"))

@@ -60,7 +60,7 @@ def test_gradients_that_travel_in_bf16_are_close_and_not_as_close_as_float32(tmp
 @pytest.mark.faults
 @pytest.mark.parametrize("options", [ADAM, ("--optim.name=muon",)], ids=["adam", "muon"])
 def test_three_processes_that_are_killed_end_with_the_same_bits(tmp_path, options):
-    """Ten rows on three processes are 4, 4 and 2; one row is nobody's but the first one's."""
+    """Ten rows on three processes are 4, 4 and 2; one row is the first one's alone."""
     words = (*TEN, *options, "--optim.average=0.9", "--model.dropout=0.1", "--model.width=10", "--model.heads=1")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     how = dict(processes=3, sharded=True)

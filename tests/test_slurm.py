@@ -63,7 +63,7 @@ def script(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The encoder of two processes that nobody disturbs."""
+    """The encoder of two processes that is undisturbed."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     launch = ("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0", "mpp/pretrain.py")
     ended = finished(start_command(*launch, *LONG, f"--run.dir={folder}"))

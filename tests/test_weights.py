@@ -33,7 +33,7 @@ BUILT = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """An encoder folder, which nobody may change."""
+    """An encoder folder; tests must not change it."""
     folder = tmp_path_factory.mktemp("source") / "encoder"
     torch.manual_seed(0)
     export_encoder(build_encoder(ModelConfig(**SMALL)), folder, 32, *HALVES, 0.875)

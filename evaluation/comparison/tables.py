@@ -23,16 +23,16 @@ from evaluation.comparison.rows import (
     write_scores,
 )
 from evaluation.config.comparing import MEASURED_AXES, Question
-from evaluation.figures.charts import Curves, ScoreAxis, markdown_table, plot_bars, plot_lines, save_figure
+from evaluation.figures.charts import Curves, ScoreAxis, Statistics, markdown_table, plot_bars, plot_lines, save_figure
 from evaluation.frozen.results import write_json
 from evaluation.metrics.scoring import ONE_CLASS, interval_over_draws, summarize_values
 from evaluation.pages.page import recorded_versions
 from mpp.runtime.files import write_complete
 
 Cell = dict[str, Any]
-"""Mean, standard deviation (std), count and `values`, of seeds and draws; `interval` over test images, where it is
-known; pflop and device_hours, where asked; `diverged`, the number of seeds that did, where any; `score`, its name,
-where it is no accuracy."""
+"""Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and
+device_hours, where asked; `diverged`, the number of seeds that did, where any; `score`, its name, where it is no
+accuracy."""
 Cells = dict[str, dict[str, Cell]]
 """Encoder -> column -> cell.
 
@@ -129,9 +129,7 @@ def mean_and_spread(rows: pd.DataFrame) -> Cell:
 
     With the 95 % `interval` over test images and draws, where all rows have one: the mean over the encoder's seeds.
     """
-    by_seed = rows.groupby(["encoder_seed", "seed"], sort=False).accuracy
-    values = [float(each.to_numpy(float).mean()) for _, each in by_seed]
-    cell: Cell = summarize_values(values) | {"values": values}
+    cell: Cell = summarize_values(values_of_seeds(rows))
     kind = kind_of_scores(rows.score)
     if kind is not ONE_CLASS:
         cell["score"] = kind.score_heading
@@ -139,6 +137,12 @@ def mean_and_spread(rows: pd.DataFrame) -> Cell:
         of_seeds = [interval_over_draws(draws.to_dict("records")) for _, draws in rows.groupby("encoder_seed")]
         cell["interval"] = np.mean(of_seeds, 0).tolist()
     return cell
+
+
+def values_of_seeds(rows: pd.DataFrame) -> list[float]:
+    """The mean of each seed of the encoder and draw."""
+    by_seed = rows.groupby(["encoder_seed", "seed"], sort=False).accuracy
+    return [float(each.to_numpy(float).mean()) for _, each in by_seed]
 
 
 def costs_of(rows: pd.DataFrame, x: str, name: str) -> pd.Series:
@@ -224,8 +228,11 @@ def plot_question(question: Question, frame: pd.DataFrame) -> Figure | None:
     """The plot of a question, by the rows that it is about; None: there is nothing to draw yet."""
     scores = frame[frame.kind.isin(SCORES)]
     if question.plot == "bars":
-        bars = cells_by_encoder(scores)
-        return plot_bars(bars, axes_of(in_columns(scores))) if bars else None
+        rows = in_columns(scores)
+        bars: Cells = {}
+        for (encoder, column), of_cell in rows.groupby(["encoder", "column"], sort=False):
+            bars.setdefault(encoder, {})[column] = drawn_score(of_cell)
+        return plot_bars(bars, axes_of(rows)) if bars else None
     is_log = question.plot == "lines"
     if is_log:
         drawn, label, words = placed(scores, question), MEASURED_AXES.get(question.x, question.x), "{}"
@@ -261,11 +268,16 @@ def placed(tested: pd.DataFrame, question: Question) -> pd.DataFrame:
     return rows.assign(case=rows.case.where(~is_shared, apart))
 
 
+def drawn_score(rows: pd.DataFrame) -> Statistics:
+    """The mean, interval and values of a bar or a point."""
+    return mean_and_spread(rows) | {"values": values_of_seeds(rows)}
+
+
 def curves_of(rows: pd.DataFrame) -> Curves:
     """Accuracies as curves: column, which is a panel -> case, which is a line -> x, ascending."""
     curves: Curves = {}
     for (panel, name), line in rows.groupby(["column", "case"], sort=False):
-        curves.setdefault(panel, {})[name] = {x: mean_and_spread(at_x) for x, at_x in line.groupby("x")}
+        curves.setdefault(panel, {})[name] = {x: drawn_score(at_x) for x, at_x in line.groupby("x")}
     return curves
 
 

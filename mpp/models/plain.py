@@ -294,7 +294,7 @@ def has_class(encoder: nn.Module) -> bool:
 
 
 def set_pooling(encoder: nn.Module, representation: Representation, classes: int = 0) -> None:
-    """Set the output of timm's model: the `mean` of the patches or the `class` token; with `classes`, logits.
+    """Set the output of a timm model: the `mean` of the patches or the `class` token; with `classes`, logits.
 
     The head for these is new. Models that are no plain transformers, and DeiT's students, keep timm's own pooling.
     """
