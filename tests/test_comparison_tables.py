@@ -150,6 +150,10 @@ def test_encoders_that_a_plot_leaves_out_are_named(fine_tuned):
 # --- plots ---
 
 
+def is_dots(line):
+    return (line.get_linestyle(), line.get_marker()) == ("None", "o")
+
+
 @pytest.mark.parametrize("plot", ["bars", "lines"])
 def test_intervals_are_bars_and_seeds_are_dots(plot):
     rows = [ROW | {"encoder_seed": seed, "accuracy": 0.4 + seed / 5, "interval": [0.3, 0.8]} for seed in (0, 1)]
@@ -158,7 +162,7 @@ def test_intervals_are_bars_and_seeds_are_dots(plot):
     (bars,) = (each for each in panel.collections if isinstance(each, LineCollection))
     across = int(plot == "lines")
     assert np.allclose([ends[:, across] for ends in bars.get_segments()], [[30, 80], [65, 80]])
-    dots = [line.get_xydata()[:, across].tolist() for line in panel.lines if line.get_linestyle() == "None"]
+    dots = [line.get_xydata()[:, across].tolist() for line in panel.lines if is_dots(line)]
     assert [each for each in dots if each] == [pytest.approx([40, 60])]  # of one seed the mean says it
 
 

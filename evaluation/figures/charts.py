@@ -235,7 +235,7 @@ def draw_line(panel: Axes, scores: dict[float, Statistics], name: str, style: di
     points = {x: score for x, score in scores.items() if x}
     if points:
         means, errors = means_and_errors(points.values(), factor)
-        drawn[name] = panel.errorbar(list(points), means, errors, label=name, ms=5, elinewidth=1, **style)
+        drawn[name] = panel.errorbar(list(points), means, errors, label=name, ms=5, elinewidth=1, capsize=3, **style)
     for x, score in points.items():
         values = values_of(score, factor)
         panel.plot([x] * len(values), values, color=style["color"], **DOTS)
@@ -269,7 +269,7 @@ def plot_bars(accuracies: dict[str, dict[str, Statistics]], score_axes: Mapping[
         factor = factor_of(score_axes[column])
         scores = [cells.get(column, {}) for cells in accuracies.values()]
         means, errors = means_and_errors(scores, factor)
-        bars = panel.barh(list(accuracies), means, xerr=errors, error_kw={"elinewidth": 1})
+        bars = panel.barh(list(accuracies), means, xerr=errors, error_kw={"elinewidth": 1, "capsize": 3})
         for place, score in enumerate(scores):
             values = values_of(score, factor)
             panel.plot(values, [place] * len(values), color="black", **DOTS)
