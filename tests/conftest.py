@@ -103,25 +103,41 @@ def fresh_messages():
     messages.tell.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def fresh_listings():
+    """A process removes its listings of images at its end, and looks through all at each start."""
+    yield
+    from mpp.data import caches
+
+    for folder in [*caches.locks]:
+        caches.discard(folder)
+
+
 COUNTED: dict[str, int] = {}
 
 
 @pytest.fixture(autouse=True)
 def counted_once(monkeypatch, request):
     """A model's operations are counted once for each kind, since that is a sixth of a tiny run."""
-    from torch.utils._pytree import tree_leaves
+    from torch.utils._pytree import tree_map
 
-    from mpp.training.flops import executed_flops
+    from mpp.training import flops
 
-    def executed(model, *inputs, **options):
-        shapes = [getattr(each, "shape", None) for each in tree_leaves(inputs)]
-        key = repr((model, shapes, options))
-        if key not in COUNTED:
-            COUNTED[key] = executed_flops(model, *inputs, **options)
-        return COUNTED[key]
+    def once(function):
+        def counted(model, *given, **options):
+            shapes = tree_map(lambda each: getattr(each, "shape", each), given)
+            learned = [parameter.requires_grad for parameter in model.parameters()]
+            key = repr((function.__name__, model, learned, shapes, options))
+            if key not in COUNTED:
+                COUNTED[key] = function(model, *given, **options)
+            return COUNTED[key]
+
+        return counted
 
     if request.path.name != "test_flops.py":
-        monkeypatch.setattr("mpp.pretrain.executed_flops", executed)
+        monkeypatch.setattr(flops, "optimizer_flops", once(flops.optimizer_flops))
+        for module in ("mpp.pretrain", "evaluation.supervised", "evaluation.contrastive"):
+            monkeypatch.setattr(f"{module}.executed_flops", once(flops.executed_flops))
 
 
 @pytest.fixture
