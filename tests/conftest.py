@@ -96,6 +96,12 @@ def fresh_accelerator():
 
 
 @pytest.fixture(autouse=True)
+def uncollected(monkeypatch):
+    """The end of each run collects garbage, which took half of a tiny run; Python does when there is much."""
+    monkeypatch.setattr("accelerate.utils.memory.gc.collect", int)
+
+
+@pytest.fixture(autouse=True)
 def fresh_messages():
     """A message is printed once in a process: every test starts as a new process does."""
     from mpp.runtime import messages

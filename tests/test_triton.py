@@ -18,11 +18,13 @@ pytestmark = [
 ]
 
 
-def test_kernels_for_a_gpu_compile(tally):
+@pytest.mark.parametrize("third", range(3))
+def test_kernels_for_a_gpu_compile(tally, third):
     """Forward and backward, by the assembler that Triton brings; those of the first kind for an A100, too."""
-    ended = run_command(sys.executable, "tests/triton_code.py", json.dumps(KINDS))
+    asked = KINDS[third::3]
+    ended = run_command(sys.executable, "tests/triton_code.py", json.dumps(asked))
     assert ended.returncode == 0, ended.stderr[-3000:]
     *kinds, total = map(json.loads, ended.stdout.splitlines())
-    assert len(kinds) == len(KINDS) and not [kind for kind in kinds if kind["failed"]], ended.stdout
-    assert all(kind["kernels"] > 10 for kind in kinds) and total["compiled"] > 60
-    tally(f"Triton kernels of {len(kinds)} kinds of models, forward and backward", total["compiled"])
+    assert len(kinds) == len(asked) and not [kind for kind in kinds if kind["failed"]], ended.stdout
+    assert all(kind["kernels"] > 10 for kind in kinds) and total["compiled"] > 20
+    tally("Triton kernels, forward and backward", total["compiled"])
