@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -65,7 +64,9 @@ def pytest_configure(config):
     home, tools = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()
     config.add_cleanup(home.cleanup)
     config.add_cleanup(tools.cleanup)
-    # Commands have no hub but fake_hub.py, on a port that no system gives away, and keep nothing of what they read.
+    # There is no hub but fake_hub.py, on a port that no system gives away, and nothing is kept of what is read. The
+    # libraries look at this once, so that none of them is imported at the top of this file.
+    assert "datasets" not in sys.modules
     os.environ |= {"HF_HOME": home.name, "HF_ENDPOINT": f"http://127.0.0.1:{20_000 + os.getpid() % 10_000}"}
     # What compiles does compile, and not for Triton beside.
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{home.name}/inductor", "TRITON_CACHE_DIR": f"{home.name}/triton"}
@@ -415,8 +416,10 @@ def write_pictures(folder: Path, count: int) -> Path:
     return folder
 
 
-def dataset_of(images: list[bytes], **columns: list) -> datasets.Dataset:
+def dataset_of(images: list[bytes], **columns: list):
     """A dataset of image files, in the column `image`, and of other columns."""
+    import datasets
+
     cells = [{"bytes": data, "path": None} for data in images]
     rows = datasets.Dataset.from_dict({"image": cells}, features=datasets.Features({"image": datasets.Image()}))
     for name, values in columns.items():
@@ -458,6 +461,8 @@ def views_of(dataset, **settings):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The folder of derived data, which is not there yet, in an empty cache of the `datasets` library."""
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path / "cache" / f"mpp_{os.getuid()}"
 
