@@ -16,7 +16,7 @@ from conftest import ROOT, TINY, put_picture, refused, write_pictures
 from PIL import Image
 
 from evaluation import check, contrastive
-from evaluation.config import EVERY
+from evaluation.config import EVERY, VisualizeConfig
 from evaluation.figures.charts import figure_style, plot_confusion, write_details
 from evaluation.frozen.results import write_report
 from evaluation.metrics.scoring import Outcomes, add_figures, shown_result, summarize_accuracies
@@ -95,7 +95,9 @@ def hostile(tmp_path_factory):
     evaluation = {"results": [], "summary": {f"5 {SCRIPT}": {"mean": 0.5, "std": 0.1, "count": 3}}}
     write_report(folder / "evaluation" / f"few{SCRIPT}.json", evaluation)
     (folder / "evaluation" / "torn.json").write_text("{")
-    report([f"--encoder={folder}", *FAST])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evaluation.report.VisualizeConfig", lambda: VisualizeConfig(images=2))  # six take seconds
+        report([f"--encoder={folder}", *FAST])
     return folder
 
 
