@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
-from classified_images import FAST, NAMES, OF_MODEL, OF_TRAINING, predict_to, read_csv, write_images
+from classified_images import FAST, NAMES, OF_MODEL, OF_TRAINING, TO_KEEP, predict_to, read_csv, write_images
 from comparisons import noted
 from conftest import interrupted_after, put_picture, read_json, refused
 from safetensors.torch import load_file, save_file
@@ -168,8 +168,8 @@ def test_an_encoder_may_move_with_its_head_or_without(run_with_head, head, finis
         alone = shutil.copytree(inside, tmp_path / "alone")
         with refused(r".*alone was trained on .* is not at .*run: choose it with --encoder"):
             predict_to(tmp_path / "c.csv", alone, class_images)
-        out = predict_to(tmp_path / "c.csv", alone, class_images, f"--encoder={away}")
-        assert out.read_bytes() == expected
+        words = (alone, class_images, f"--encoder={away}")
+        assert predict_to(tmp_path / "c.csv", *words).read_bytes() == expected
     finally:
         away.rename(run_with_head)
 
@@ -191,7 +191,7 @@ def test_an_encoder_of_the_hub_that_has_changed_is_another(run_with_head, class_
     published = shutil.copytree(run_with_head / "encoder", tmp_path / "published")
     monkeypatch.setattr("mpp.runtime.weights.snapshot_download", lambda name, allow_patterns: str(published))
     common = ["--encoder=hf-hub:me/mine", f"--data.path={class_images}", *FAST]
-    linear.main([*common, "--l2=0.01", "--data.eval_fraction=0.3", "--save=true", f"--out={tmp_path / 'l.json'}"])
+    linear.main([*common, *TO_KEEP, f"--out={tmp_path / 'l.json'}"])
     of_features = [*common, f"--out={tmp_path / 'f.parquet'}"]
     embed.main(of_features)
     embed.main(of_features)
@@ -208,8 +208,8 @@ def test_an_encoder_of_the_hub_that_has_changed_is_another(run_with_head, class_
 def test_images_are_read_as_those_that_a_kept_head_learned(has_run, finished_run, class_images, tmp_path):
     """Whatever the range and nodata of its encoder, with its run or without; a setting that is named wins."""
     encoder = shutil.copytree(finished_run if has_run else finished_run / "encoder", tmp_path / "one")
-    words = (f"--encoder={encoder}", "--data.eval_fraction=0.3", "--data.range=[0, 51]", "--data.nodata=7")
-    linear.main([*FAST, f"--data.path={class_images}", *words, "--l2=0.01", "--save=true", f"--out={tmp_path}/l.json"])
+    words = (f"--encoder={encoder}", f"--data.path={class_images}", "--data.range=[0, 51]", "--data.nodata=7")
+    linear.main([*FAST, *TO_KEEP, *words, f"--out={tmp_path}/l.json"])
     for options, nodata in ([], 7), (["--data.nodata=null"], None):
         words = [f"--classifier={tmp_path / 'l_head'}", f"--data.path={class_images}", *options]
         config, _ = predict.parse_classifier(PredictConfig, words)
