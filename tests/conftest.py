@@ -449,6 +449,17 @@ def views_of(dataset, **settings):
     return ViewDataset(dataset, DataConfig(**settings), 32, 0, CorruptionConfig(), grid=(4, 4))
 
 
+@pytest.fixture(scope="session")
+def few_birds(tmp_path_factory):
+    """A part of the photographs of birds, in files of the same names."""
+    folder = tmp_path_factory.mktemp("birds")
+    for split, count in (("train", 96), ("test", 40)):
+        name = f"{split}-00000-of-00001.parquet"
+        birds = datasets.load_dataset("parquet", data_files=str(ROOT / "mpp" / "birds" / name), split="train")
+        birds.select(range(count)).to_parquet(folder / name)
+    return folder
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The folder of derived data, which is not there yet, in an empty cache of the `datasets` library."""
