@@ -17,7 +17,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig, resized_side
-from mpp.data.crops import MAX_RELATIVE_ASPECT, augment, centre_crop, crop_box, random_crop, to_8_bits
+from mpp.data.crops import MAX_RELATIVE_ASPECT, augment, centre_crop, crop_box, random_crop
 from mpp.models.descriptions import timm_crop_pct
 from mpp.runtime.randomness import Stream, random_words, uniform
 
@@ -84,11 +84,6 @@ def test_a_crop_is_of_its_own_numbers():
     expected = F.interpolate(box, (20, 20), mode="bilinear", antialias=True)[0]
     expected = expected.flip(-1) if flip < 0.5 else expected
     assert torch.equal(random_crop(pixels, 20, DataConfig(), 1, 2, 3), expected)
-
-
-def test_augmentation_rounds_pixels_of_more_bits():
-    pixels = torch.tensor([-3.0, 0.4, 0.6, 254.4, 254.6, 300.0])
-    assert to_8_bits(pixels).tolist() == [0, 0, 1, 254, 255, 255]
 
 
 def test_training_crops_have_the_proportions_of_the_view():
