@@ -111,13 +111,18 @@ def test_labels_give_figures_and_unknown_ones_are_named(head, image_folder, tmp_
     assert "the classifier does not know the labels cat, dog: there are no figures" in capsys.readouterr().err
 
 
-def test_a_list_of_images_is_predicted_without_labels(head, class_images, tmp_path):
+def test_a_list_of_images_is_predicted_without_labels_and_not_written_over(head, class_images, tmp_path):
     """CSV in, names of species out."""
     names = [str(file.relative_to(class_images)) for file in sorted(class_images.rglob("*.png"))][:7]
     with (tmp_path / "sites.csv").open("w", encoding="utf-8", newline="") as opened:
         csv.writer(opened).writerows([["file_name", "site"], *([name, "river, north"] for name in names)])
-    rows = read_csv(predict_to(tmp_path / "p.csv", head, class_images, f"--data.labels={tmp_path / 'sites.csv'}"))
+    out = predict_to(tmp_path / "p.csv", head, class_images, f"--data.labels={tmp_path / 'sites.csv'}")
+    rows, before = read_csv(out), out.read_bytes()
     assert [row["file"] for row in rows] == names and {row["class"] for row in rows} <= {*NAMES}
+    for name, allowed in (("p.csv", "a new file"), ("p.txt", r"a file whose name ends in \.csv or \.parquet")):
+        with refused(rf"out is .*{name}; it must be {allowed}"):
+            predict_to(tmp_path / name, head, class_images, f"--data.labels={tmp_path / 'sites.csv'}", "--top=2")
+    assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize("way", ["..", "tar"])
@@ -144,15 +149,6 @@ def test_a_table_with_other_names_of_labels_is_another(head, class_images, tmp_p
     assert learned("owll") == [*sorted(NAMES), "owll"]
     with refused("the existing one is from other images, weights, labels or settings"):
         learned("owl")
-
-
-def test_another_table_is_not_written_over(head, class_images, tmp_path):
-    out = predict_to(tmp_path / "p.csv", head, class_images)
-    before = out.read_bytes()
-    for name, allowed in (("p.csv", "a new file"), ("p.txt", r"a file whose name ends in \.csv or \.parquet")):
-        with refused(rf"out is .*{name}; it must be {allowed}"):
-            predict_to(tmp_path / name, head, class_images, "--top=2")
-    assert out.read_bytes() == before
 
 
 # --- the encoder of a kept head, and how it read its images ---

@@ -41,8 +41,6 @@ from mpp.runtime.randomness import FIXED_VIEW
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--steps=20", "--lr=0.01", "--seeds=0")
 GREY = 100  # between classes, in images that equal their masks
-TRAIN_FILE = "train-00000-of-00001.parquet"
-TEST_FILE = "test-00000-of-00001.parquet"
 
 
 def blocks(seed, size):
@@ -88,8 +86,8 @@ def masked_parquet(folder, count=16, broken=(), without=(), number=lambda mask: 
     files = [b"none" if index in broken else encoded(number(mask)) for index, mask in enumerate(masks)]
     rows = images_with_masks([encoded(in_rgb(mask * GREY)) for mask in masks], files)
     folder.mkdir()
-    for file, half in ((TRAIN_FILE, range(count // 2)), (TEST_FILE, range(count // 2, count))):
-        rows.select([index for index in half if index not in without]).to_parquet(folder / file)
+    for split, half in (("train", range(count // 2)), ("test", range(count // 2, count))):
+        rows.select([index for index in half if index not in without]).to_parquet(folder / f"{split}.parquet")
     return str(folder)
 
 
