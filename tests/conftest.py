@@ -418,6 +418,11 @@ def dataset_of(images: list[bytes], **columns: list) -> datasets.Dataset:
     return rows
 
 
+def each_of(arguments: str, cases: dict):
+    """Mark a test of each entry of a table, by its name."""
+    return pytest.mark.parametrize(arguments, cases.values(), ids=cases)
+
+
 @pytest.fixture
 def rng():
     """Random numbers, the same in every run."""
