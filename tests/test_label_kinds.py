@@ -217,7 +217,7 @@ def clouds(rng):
     return cloud, cloud @ weights + rng.normal(0, 0.5, (300, 3))
 
 
-def test_several_classes_are_a_logistic_regression_each(clouds):
+def test_several_classes_are_a_logistic_regression_each_and_numbers_a_ridge_regression_in_their_own_unit(clouds):
     cloud, scores = clouds
     marks = (scores > [0, 1, -1]).astype(np.int8)
     learner = learner_of("several", marks, 3)
@@ -226,10 +226,6 @@ def test_several_classes_are_a_logistic_regression_each(clouds):
         reference = LogisticRegression(C=1 / (0.01 * len(cloud)), tol=1e-8, max_iter=1000).fit(cloud, marks[:, number])
         assert_allclose(layer.weight[number].detach(), reference.coef_[0], atol=1e-3)
         assert float(layer.bias[number]) == pytest.approx(reference.intercept_[0], abs=1e-3)
-
-
-def test_numbers_are_a_ridge_regression_in_their_own_unit(clouds):
-    cloud, scores = clouds
     targets = 1000 + 50 * scores[:, 0]
     learner = learner_of("number", targets, 0)
     layer = linear.fit(torch.from_numpy(cloud), torch.from_numpy(targets), learner, LinearConfig(), 0.1)
