@@ -13,6 +13,8 @@ from conftest import TINY, put_picture, tiny_without
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 OF_MODEL = tuple(each for each in TINY if each.startswith("--model"))
 OF_TRAINING = tiny_without("--probe", "--model", "--data.eval_images")
+TO_KEEP = ("--data.eval_fraction=0.3", "--l2=0.01", "--baselines=false", "--save=true")
+"""Settings of a probe whose head is kept."""
 NAMES = ("Blåmes, adult", 'Ente "鴨"', "owl")
 
 
@@ -35,8 +37,8 @@ def run_with_head(finished_run, class_images, tmp_path_factory):
     from evaluation import linear
 
     run = shutil.copytree(finished_run, tmp_path_factory.mktemp("probed") / "run")
-    words = (f"--encoder={run}", f"--data.path={class_images}", "--data.eval_fraction=0.3", "--depth=1", "--l2=0.01")
-    linear.main([*FAST, *words, "--save=true", f"--out={run}/evaluation/birds.json"])
+    words = (f"--encoder={run}", f"--data.path={class_images}", "--depth=1", f"--out={run}/evaluation/birds.json")
+    linear.main([*FAST, *TO_KEEP, *words])
     return run
 
 

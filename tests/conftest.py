@@ -427,6 +427,11 @@ def dataset_of(images: list[bytes], **columns: list):
     return rows
 
 
+def each_of(arguments: str, cases: dict):
+    """Mark a test of each entry of a table, by its name."""
+    return pytest.mark.parametrize(arguments, cases.values(), ids=cases)
+
+
 @pytest.fixture
 def rng():
     """Random numbers, the same in every run."""
@@ -456,6 +461,17 @@ def views_of(dataset, **settings):
     from mpp.data.views import ViewDataset
 
     return ViewDataset(dataset, DataConfig(**settings), 32, 0, CorruptionConfig(), grid=(4, 4))
+
+
+@pytest.fixture(scope="session")
+def few_birds(tmp_path_factory):
+    """A part of the photographs of birds, in files of the same names."""
+    folder = tmp_path_factory.mktemp("birds")
+    for split, count in (("train", 96), ("test", 40)):
+        name = f"{split}-00000-of-00001.parquet"
+        birds = datasets.load_dataset("parquet", data_files=str(ROOT / "mpp" / "birds" / name), split="train")
+        birds.select(range(count)).to_parquet(folder / name)
+    return folder
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from colours import load
-from conftest import encoded, picture
+from conftest import each_of, encoded, picture
 from image_files import JFIF_END, decode_with, exif, segment, unreadable, with_chunk, write_tar
 from PIL import Image, ImageOps
 from torch import Tensor
@@ -202,7 +202,7 @@ BROKEN = {"no TIFF": b"nonsense", "cut": exif(6)[:12], "empty": b"", "elsewhere"
 
 
 @pytest.mark.filterwarnings("ignore:.*EXIF")
-@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+@each_of("broken", BROKEN)
 def test_a_broken_note_breaks_no_picture(broken):
     data = jpeg_of(segment(0xE1, b"Exif\0\0" + broken))
     assert torch.equal(decode_with(data), decode_with(JPEG))

@@ -17,9 +17,9 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig, resized_side
-from mpp.data.crops import MAX_RELATIVE_ASPECT, augment, centre_crop, crop_box, random_crop, to_8_bits
+from mpp.data.crops import MAX_RELATIVE_ASPECT, augment, centre_crop, crop_box, random_crop
 from mpp.models.descriptions import timm_crop_pct
-from mpp.runtime.randomness import Stream, random_words, uniform
+from mpp.runtime.randomness import Stream, random_words
 
 WHOLE_IMAGE = DataConfig(crop_area=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=False)
 
@@ -63,32 +63,6 @@ def test_a_crop_may_lie_at_either_edge():
     assert crop_box(10, 20, quarter, [0.5, 0.5, 0.0, 0.0] * 10) == (0, 0, 7, 7)
     assert crop_box(10, 20, quarter, [0.5, 0.5, 0.999, 0.999] * 10) == (3, 13, 7, 7)
     assert crop_box(1, 4, quarter, [0.5, 0.5, 0.0, 0.999] * 10) == (0, 3, 1, 1)  # of a single pixel
-
-
-def test_crop_is_the_resized_box_and_perhaps_flipped():
-    pixels = picture()  # 40 x 48
-    config = DataConfig(crop_area=(1.0, 1.0), crop_ratio=(1.2, 1.2))
-    crops = [random_crop(as_tensor(pixels), 20, config, 0, 0, index) for index in range(20)]
-    resized = np.array(Image.fromarray(pixels).resize((20, 20), Image.Resampling.BILINEAR)).astype(int)
-    expected = as_tensor(resized)
-    is_plain = [bool((crop.int() - expected).abs().max() <= 1) for crop in crops]
-    is_flipped = [bool((crop.int() - expected.flip(-1)).abs().max() <= 1) for crop in crops]
-    assert 3 <= sum(is_plain) <= 17 and is_flipped == [not plain for plain in is_plain]
-
-
-def test_a_crop_is_of_its_own_numbers():
-    pixels = random_image(50, 60)
-    flip, *numbers = uniform(Stream.CROP, 1, 2, 3, 41).tolist()  # area, ratio and place of ten attempts
-    top, left, height, width = crop_box(50, 60, DataConfig(), numbers)
-    box = pixels[None, :, top : top + height, left : left + width]
-    expected = F.interpolate(box, (20, 20), mode="bilinear", antialias=True)[0]
-    expected = expected.flip(-1) if flip < 0.5 else expected
-    assert torch.equal(random_crop(pixels, 20, DataConfig(), 1, 2, 3), expected)
-
-
-def test_augmentation_rounds_pixels_of_more_bits():
-    pixels = torch.tensor([-3.0, 0.4, 0.6, 254.4, 254.6, 300.0])
-    assert to_8_bits(pixels).tolist() == [0, 0, 1, 254, 255, 255]
 
 
 def test_training_crops_have_the_proportions_of_the_view():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from colours import load, write
-from conftest import encoded, picture, read_metrics
+from conftest import each_of, encoded, picture, read_metrics
 from image_files import decode_with, npy, npz, packed_tiff, tar, tiff, unreadable
 from imagecodecs import png_encode
 from numpy.testing import assert_array_equal
@@ -62,7 +62,7 @@ FIVE = {
 }
 
 
-@pytest.mark.parametrize("data", FIVE.values(), ids=FIVE)
+@each_of("data", FIVE)
 def test_five_bands_of_16_bits(data):
     decoded = decode_with(data, channels=5)
     assert_close(decoded, scaled(DEEP))
@@ -226,7 +226,7 @@ WITHOUT_OPACITY = {
 }
 
 
-@pytest.mark.parametrize("data, expected", WITHOUT_OPACITY.values(), ids=WITHOUT_OPACITY)
+@each_of("data, expected", WITHOUT_OPACITY)
 def test_an_opacity_of_0_everywhere_is_none(data, expected):
     assert_array_equal(decode_with(data), np.broadcast_to(expected, RGB.shape).transpose(2, 0, 1))
 

@@ -142,8 +142,11 @@ def test_a_run_resumes_with_a_teacher_that_moved_and_with_no_other(tmp_path, tea
         supervised.main([f"--config={run / 'config.yaml'}"])
 
 
-def test_the_teacher_sees_the_students_crop_and_does_not_learn(teacher):
+def test_the_teacher_sees_the_students_crop_and_does_not_learn_and_its_forward_pass_counts(teacher):
     task = build(f"--distill.teacher={teacher}", "--augment.mixup=0.8")
+    crop = random_images(1)
+    of_teacher = executed_flops(task.teacher, crop, backward=False)
+    assert task.flops() == executed_flops(task.model, crop) + of_teacher > of_teacher > 0
     before = copy.deepcopy(task.teacher.state_dict())
     inputs = []
     for module in (task.model, task.teacher):
@@ -174,13 +177,6 @@ def test_a_supervised_runs_teacher_is_the_network_that_the_run_evaluated(tmp_pat
     (batch,) = task.fixed_view_loader.batches(task.held_out_views)
     loss = F.cross_entropy(teacher(batch.images), batch.labels).item()
     assert loss == pytest.approx(read_metrics(tmp_path, "heldout/loss")[4], rel=1e-5)
-
-
-def test_flops_count_the_teachers_forward_pass(teacher):
-    task = build(f"--distill.teacher={teacher}")
-    crop = random_images(1)
-    of_teacher = executed_flops(task.teacher, crop, backward=False)
-    assert task.flops() == executed_flops(task.model, crop) + of_teacher > of_teacher > 0
 
 
 @pytest.mark.parametrize("position", ["learned", "sincos_2d"])

@@ -12,7 +12,6 @@ from PIL import Image
 from test_variants import HYBRID, KINDS, PARTS, build
 from torch.testing import assert_close
 
-import mpp
 from evaluation import export
 from evaluation.config import ExportConfig
 from evaluation.frozen.encoder import load_frozen_encoder
@@ -42,9 +41,13 @@ def saved(folder, encoder, channels=3, **more):
     return folder
 
 
-@pytest.mark.faults
-def test_a_file_of_onnx_says_what_the_encoder_says_and_what_it_takes(finished_run, tmp_path):
-    exported(finished_run, tmp_path, "onnx")
+def test_a_file_of_onnx_says_what_it_takes_and_weights_of_a_large_encoder_are_a_second_one(
+    finished_run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
+    run, report = exported(finished_run, tmp_path, "onnx")
+    assert {file.name for file in tmp_path.iterdir()} == {"encoder.onnx", "encoder.onnx.data", "encoder.onnx.json"}
+    assert run(torch.zeros(4, 3, 32, 32, dtype=torch.uint8)).shape == (4, 16) and report["difference"] < 1e-5
     session = onnxruntime.InferenceSession(str(tmp_path / "encoder.onnx"))
     (images,), (features,) = session.get_inputs(), session.get_outputs()
     assert (images.name, images.type, images.shape[1:]) == ("images", "tensor(uint8)", [3, 32, 32])
@@ -54,35 +57,27 @@ def test_a_file_of_onnx_says_what_the_encoder_says_and_what_it_takes(finished_ru
     assert known["normalize"] == "true" and known["output"] == "features (batch, width) float32"
 
 
-def test_a_file_names_the_weights_that_it_has(finished_run, tmp_path):
-    report = exported(finished_run, tmp_path, "torch_export", "--random=true", "--seed=3")[1]
-    assert report["about"]["weights"] == "random, seed 3"
-    file = tmp_path / "encoder.pt2"
-    assert file.stat().st_mode == file.with_name("encoder.pt2.json").stat().st_mode
+def test_a_file_names_the_weights_that_it_has(finished_run):
     name, file = "vit_tiny_patch16_224", finished_run / "encoder" / "model.safetensors"
     frozen = load_frozen_encoder(str(finished_run))
-    for encoder, checkpoint, weights in ((name, None, name), (name, str(file), fingerprint(file))):
+    of_run = str(finished_run), None, fingerprint(finished_run)
+    for encoder, checkpoint, weights in ((name, None, name), (name, str(file), fingerprint(file)), of_run):
         config = ExportConfig.of(encoder=encoder, checkpoint=checkpoint)
         assert export.describe_file(config, frozen, None, torch.zeros(0))["weights"] == weights
 
 
 def test_all_tokens_of_normalized_images_of_another_size(finished_run, tmp_path):
-    options = "--representation=tokens", "--normalize=false", "--img_size=[24, 40]"
+    options = "--representation=tokens", "--normalize=false", "--img_size=[24, 40]", "--random=true", "--seed=3"
     run, report = exported(finished_run, tmp_path, "torch_export", *options)
-    encoder = mpp.load_encoder(finished_run, img_size=(24, 40))
+    encoder = load_frozen_encoder(str(finished_run), img_size=(24, 40), random=True, seed=3).model
     images = torch.randn(1, 3, 24, 40)
     assert_close(run(images), encoder.forward_features(images).detach(), rtol=0, atol=1e-5)
     about = report["about"]
     assert about["input"] == "images (batch, 3, 24, 40) float32, (pixels / 255 - mean) / std"
     assert (about["grid"], about["prefix_tokens"], about["img_size"], about["mean"]) == ([3, 5], 1, [24, 40], [0.5] * 3)
-    assert about["weights"] == fingerprint(finished_run)
-
-
-def test_weights_of_a_large_encoder_are_a_second_file(finished_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
-    run, report = exported(finished_run, tmp_path, "onnx")
-    assert {file.name for file in tmp_path.iterdir()} == {"encoder.onnx", "encoder.onnx.data", "encoder.onnx.json"}
-    assert run(torch.zeros(4, 3, 32, 32, dtype=torch.uint8)).shape == (4, 16) and report["difference"] < 1e-5
+    assert about["weights"] == "random, seed 3"
+    file = tmp_path / "encoder.pt2"
+    assert file.stat().st_mode == file.with_name("encoder.pt2.json").stat().st_mode
 
 
 RESNET = ("--encoder=resnet10t", "--random=true")

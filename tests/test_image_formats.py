@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
-from conftest import encoded, picture
+from conftest import each_of, encoded, picture
 from dicom_files import described, dicom, file_of, in_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -230,7 +230,7 @@ NO_MASKS = {
 }
 
 
-@pytest.mark.parametrize("data", NO_MASKS.values(), ids=NO_MASKS)
+@each_of("data", NO_MASKS)
 def test_no_mask_of_changed_numbers(data):
     with unreadable("mask"):
         read_mask(data, ImagesConfig())
@@ -244,7 +244,7 @@ ANIMATIONS = {
 }
 
 
-@pytest.mark.parametrize("data", ANIMATIONS.values(), ids=ANIMATIONS)
+@each_of("data", ANIMATIONS)
 def test_the_first_frame_counts(data):
     first = decode_with(data).permute(1, 2, 0).numpy()
     assert abs(first - RGB.astype(int)).mean() < 3
@@ -361,7 +361,7 @@ WHOLE = {
 }
 
 
-of_whole_files = pytest.mark.parametrize("whole", WHOLE.values(), ids=WHOLE)
+of_whole_files = each_of("whole", WHOLE)
 
 
 @of_whole_files

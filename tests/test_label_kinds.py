@@ -7,6 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from classified_images import FAST
 from conftest import encoded, refused
 from datasets import ClassLabel, List, Value
 from numpy.testing import assert_allclose
@@ -94,8 +95,8 @@ def test_a_column_of_another_kind_is_named(kind, feature, values, message):
     [([1.0, 2.0, None], "class"), ([1.0, 2.5, None], "number"), (["1", "2.5"], "number"), (["a", "2.5"], "class")],
 )
 def test_auto_is_classes_unless_numbers_have_fractions(values, kind):
-    column = find_labels(DataConfig(), datasets.Dataset.from_dict({"label": values}))
-    assert find_label_kind("auto", column) == kind
+    rows = datasets.Dataset.from_dict({"label": values})
+    assert find_label_kind("auto", find_labels(DataConfig(), rows)) == kind
 
 
 def test_average_precision_is_scikit_learns_with_ties_and_without_empty_classes(rng):
@@ -216,7 +217,7 @@ def clouds(rng):
     return cloud, cloud @ weights + rng.normal(0, 0.5, (300, 3))
 
 
-def test_several_classes_are_a_logistic_regression_each(clouds):
+def test_several_classes_are_a_logistic_regression_each_and_numbers_a_ridge_regression_in_their_own_unit(clouds):
     cloud, scores = clouds
     marks = (scores > [0, 1, -1]).astype(np.int8)
     learner = learner_of("several", marks, 3)
@@ -225,10 +226,6 @@ def test_several_classes_are_a_logistic_regression_each(clouds):
         reference = LogisticRegression(C=1 / (0.01 * len(cloud)), tol=1e-8, max_iter=1000).fit(cloud, marks[:, number])
         assert_allclose(layer.weight[number].detach(), reference.coef_[0], atol=1e-3)
         assert float(layer.bias[number]) == pytest.approx(reference.intercept_[0], abs=1e-3)
-
-
-def test_numbers_are_a_ridge_regression_in_their_own_unit(clouds):
-    cloud, scores = clouds
     targets = 1000 + 50 * scores[:, 0]
     learner = learner_of("number", targets, 0)
     layer = linear.fit(torch.from_numpy(cloud), torch.from_numpy(targets), learner, LinearConfig(), 0.1)
@@ -283,7 +280,8 @@ def test_probes_of_other_kinds_report_their_figures_and_count_missing_labels(
     label, task, figure, names, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    common = ("--encoder=floor:pixels", f"--data.path={write_images(tmp_path / 'images', label)}", f"--task={task}")
+    images = write_images(tmp_path / "images", label)
+    common = ("--encoder=floor:pixels", f"--data.path={images}", f"--task={task}", *FAST)
     of_linear = linear.main([*common, "--out=linear.json"])
     printed = capsys.readouterr().out
     assert "24 train (21 labelled), 24 test (21 labelled)" in printed and figure in printed
@@ -294,7 +292,7 @@ def test_probes_of_other_kinds_report_their_figures_and_count_missing_labels(
     with refused(r"task is \w+; it must be class"):
         fewshot.main([*common, "--out=fewshot.json"])
     features.main([*common, "--out=f.npz"])
-    (result,) = linear.main(["--features=f.npz", "--out=again.json"])["results"]
+    (result,) = linear.main(["--features=f.npz", "--threads=1", "--out=again.json"])["results"]
     (before,) = of_linear["results"]
     assert before | result == before  # of features no depth is known
 

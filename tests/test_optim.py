@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import timm
 import torch
+from conftest import refused
 from model_inputs import HALVES, names_where, scales_of
 
 from mpp.config import ModelConfig, OptimConfig
-from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
 from mpp.training import muon
@@ -140,8 +140,8 @@ def test_layers_rates_are_timms(name, options):
 
 def test_what_a_model_has_not_is_refused():
     """Blocks whose matrices are Muon's, and layers that timm knows."""
-    with pytest.raises(UserError, match=r"optim\.name is muon, .* must be adam"):
+    with refused(r"optim\.name is muon, .* must be adam"):
         build_optimizer(timm.create_model("test_resnet"), OptimConfig(name="muon"))
     model = torch.nn.ModuleDict({"encoder": timm.create_model("pit_ti_224", num_classes=0)})
-    with pytest.raises(UserError, match=r"optim\.layer_decay is 0\.7; it must be null for this model"):
+    with refused(r"optim\.layer_decay is 0\.7; it must be null for this model"):
         build_optimizer(model, OptimConfig(layer_decay=0.7))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
-from classified_images import FAST, NAMES, OF_MODEL, OF_TRAINING, predict_to, read_csv, write_images
+from classified_images import FAST, NAMES, OF_MODEL, OF_TRAINING, TO_KEEP, predict_to, read_csv, write_images
 from comparisons import noted
 from conftest import interrupted_after, put_picture, read_json, refused
 from safetensors.torch import load_file, save_file
@@ -111,13 +111,18 @@ def test_labels_give_figures_and_unknown_ones_are_named(head, image_folder, tmp_
     assert "the classifier does not know the labels cat, dog: there are no figures" in capsys.readouterr().err
 
 
-def test_a_list_of_images_is_predicted_without_labels(head, class_images, tmp_path):
+def test_a_list_of_images_is_predicted_without_labels_and_not_written_over(head, class_images, tmp_path):
     """CSV in, names of species out."""
     names = [str(file.relative_to(class_images)) for file in sorted(class_images.rglob("*.png"))][:7]
     with (tmp_path / "sites.csv").open("w", encoding="utf-8", newline="") as opened:
         csv.writer(opened).writerows([["file_name", "site"], *([name, "river, north"] for name in names)])
-    rows = read_csv(predict_to(tmp_path / "p.csv", head, class_images, f"--data.labels={tmp_path / 'sites.csv'}"))
+    out = predict_to(tmp_path / "p.csv", head, class_images, f"--data.labels={tmp_path / 'sites.csv'}")
+    rows, before = read_csv(out), out.read_bytes()
     assert [row["file"] for row in rows] == names and {row["class"] for row in rows} <= {*NAMES}
+    for name, allowed in (("p.csv", "a new file"), ("p.txt", r"a file whose name ends in \.csv or \.parquet")):
+        with refused(rf"out is .*{name}; it must be {allowed}"):
+            predict_to(tmp_path / name, head, class_images, f"--data.labels={tmp_path / 'sites.csv'}", "--top=2")
+    assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize("way", ["..", "tar"])
@@ -146,15 +151,6 @@ def test_a_table_with_other_names_of_labels_is_another(head, class_images, tmp_p
         learned("owl")
 
 
-def test_another_table_is_not_written_over(head, class_images, tmp_path):
-    out = predict_to(tmp_path / "p.csv", head, class_images)
-    before = out.read_bytes()
-    for name, allowed in (("p.csv", "a new file"), ("p.txt", r"a file whose name ends in \.csv or \.parquet")):
-        with refused(rf"out is .*{name}; it must be {allowed}"):
-            predict_to(tmp_path / name, head, class_images, "--top=2")
-    assert out.read_bytes() == before
-
-
 # --- the encoder of a kept head, and how it read its images ---
 
 
@@ -168,8 +164,8 @@ def test_an_encoder_may_move_with_its_head_or_without(run_with_head, head, finis
         alone = shutil.copytree(inside, tmp_path / "alone")
         with refused(r".*alone was trained on .* is not at .*run: choose it with --encoder"):
             predict_to(tmp_path / "c.csv", alone, class_images)
-        out = predict_to(tmp_path / "c.csv", alone, class_images, f"--encoder={away}")
-        assert out.read_bytes() == expected
+        words = (alone, class_images, f"--encoder={away}")
+        assert predict_to(tmp_path / "c.csv", *words).read_bytes() == expected
     finally:
         away.rename(run_with_head)
 
@@ -191,7 +187,7 @@ def test_an_encoder_of_the_hub_that_has_changed_is_another(run_with_head, class_
     published = shutil.copytree(run_with_head / "encoder", tmp_path / "published")
     monkeypatch.setattr("mpp.runtime.weights.snapshot_download", lambda name, allow_patterns: str(published))
     common = ["--encoder=hf-hub:me/mine", f"--data.path={class_images}", *FAST]
-    linear.main([*common, "--l2=0.01", "--data.eval_fraction=0.3", "--save=true", f"--out={tmp_path / 'l.json'}"])
+    linear.main([*common, *TO_KEEP, f"--out={tmp_path / 'l.json'}"])
     of_features = [*common, f"--out={tmp_path / 'f.parquet'}"]
     embed.main(of_features)
     embed.main(of_features)
@@ -208,8 +204,8 @@ def test_an_encoder_of_the_hub_that_has_changed_is_another(run_with_head, class_
 def test_images_are_read_as_those_that_a_kept_head_learned(has_run, finished_run, class_images, tmp_path):
     """Whatever the range and nodata of its encoder, with its run or without; a setting that is named wins."""
     encoder = shutil.copytree(finished_run if has_run else finished_run / "encoder", tmp_path / "one")
-    words = (f"--encoder={encoder}", "--data.eval_fraction=0.3", "--data.range=[0, 51]", "--data.nodata=7")
-    linear.main([*FAST, f"--data.path={class_images}", *words, "--l2=0.01", "--save=true", f"--out={tmp_path}/l.json"])
+    words = (f"--encoder={encoder}", f"--data.path={class_images}", "--data.range=[0, 51]", "--data.nodata=7")
+    linear.main([*FAST, *TO_KEEP, *words, f"--out={tmp_path}/l.json"])
     for options, nodata in ([], 7), (["--data.nodata=null"], None):
         words = [f"--classifier={tmp_path / 'l_head'}", f"--data.path={class_images}", *options]
         config, _ = predict.parse_classifier(PredictConfig, words)

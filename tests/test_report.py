@@ -16,12 +16,12 @@ from conftest import ROOT, TINY, put_picture, refused, write_pictures
 from PIL import Image
 
 from evaluation import check, contrastive
-from evaluation.config import EVERY
+from evaluation.config import EVERY, VisualizeConfig
 from evaluation.figures.charts import figure_style, plot_confusion, write_details
 from evaluation.frozen.results import write_report
 from evaluation.metrics.scoring import Outcomes, add_figures, shown_result, summarize_accuracies
 from evaluation.pages.page import Page, Section, Table, Text, image_as_picture, write_page
-from evaluation.report import evaluation_blocks
+from evaluation.report import advice_on_features, evaluation_blocks
 from evaluation.report import main as report
 from mpp import pretrain as command
 
@@ -81,12 +81,10 @@ def assert_has(page, *expected):
     assert [each for each in expected if each not in page.words] == []
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory):
+def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(tmp_path, monkeypatch):
     """A finished run with a probe, whose images, classes, folder and evaluation have names that attack a page."""
-    top = tmp_path_factory.mktemp("hostile")
-    images = top / f"images {SCRIPT}"
-    folder = top / f"run {SCRIPT}"
+    images = tmp_path / f"images {SCRIPT}"
+    folder = tmp_path / f"run {SCRIPT}"
     for number in range(24):
         put_picture(images / (SCRIPT if number % 2 else IMAGE) / f"{number:02d}{SCRIPT}{IMAGE}$x_1$.png", number)
     next(images.rglob("00*")).write_bytes(b"broken")
@@ -95,12 +93,9 @@ def hostile(tmp_path_factory):
     evaluation = {"results": [], "summary": {f"5 {SCRIPT}": {"mean": 0.5, "std": 0.1, "count": 3}}}
     write_report(folder / "evaluation" / f"few{SCRIPT}.json", evaluation)
     (folder / "evaluation" / "torn.json").write_text("{")
+    monkeypatch.setattr("evaluation.report.VisualizeConfig", lambda: VisualizeConfig(images=2))  # six take seconds
     report([f"--encoder={folder}", *FAST])
-    return folder
-
-
-def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile):
-    file = hostile / "report.html"
+    file = folder / "report.html"
     page = read(file)
     assert_has(page, "Verdict", "masked-patch accuracy", "copy baseline", "random weights", "pixel colours")
     assert_has(page, "too few to evaluate learning", "4 of 4 steps of 8 images", "loss", "waiting for data (%)")
@@ -108,7 +103,7 @@ def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile):
     assert_has(page, "1 image could not be decoded", "50.0 ± 10.0", "torn.json: it is not a report of an evaluation")
     assert_has(page, "mpp pretrain", "precision: fp32", "written by mpp ", "torch ")
     assert page.tags["img"] >= 15 and "svg" not in page.tags
-    assert f"<title>{html.escape(str(hostile))}" in file.read_text()
+    assert f"<title>{html.escape(str(folder))}" in file.read_text()
 
 
 @pytest.mark.faults
@@ -166,6 +161,15 @@ def test_every_part_of_a_page_is_escaped(tmp_path):
     parsed = ParsedPage((tmp_path / "page.html").read_text())
     assert parsed.tags["img"] == 1 and not parsed.tags["script"] and not parsed.values("onerror")
     assert "".join(parsed.text).count(evil) == 13
+
+
+@pytest.mark.parametrize(
+    "before, after, said",
+    [(0.3, 0.3, "no better"), (0.3, 0.329, "hardly better"), (0.3, 0.331, None), (0.97, 1.0, "saturated")],
+)
+def test_advice_follows_what_the_features_gained(before, after, said, tmp_path):
+    advice = advice_on_features(tmp_path, [{"step": 0, "knn/depth_01": before}, {"step": 9, "knn/depth_01": after}])
+    assert [said in each for each in advice] == [True] * bool(said)
 
 
 # --- around the run ---

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import equal_tensors, exported
+from conftest import each_of, equal_tensors, exported
 from model_inputs import MASKED, draw_batch, random_images, randomize
 from test_variants import KINDS
 from traffic import count_traffic
@@ -38,7 +38,7 @@ def build(network, residual):
     return build_model(replace(config, model=replace(MODEL, residual=residual)))[0]
 
 
-@pytest.mark.parametrize("settings", ENCODERS.values(), ids=ENCODERS)
+@each_of("settings", ENCODERS)
 def test_under_autocast_alone_all_blocks_take_and_give_the_type_that_is_asked_for(settings):
     """Weights, gradients and results without autocast are those of a float32 stream.
 

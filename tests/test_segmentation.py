@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import dataset_of, encoded, picture, read_json, refused
-from image_files import npy, tiff
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
 from sklearn.neighbors import KNeighborsClassifier
@@ -42,8 +41,6 @@ from mpp.runtime.randomness import FIXED_VIEW
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--steps=20", "--lr=0.01", "--seeds=0")
 GREY = 100  # between classes, in images that equal their masks
-TRAIN_FILE = "train-00000-of-00001.parquet"
-TEST_FILE = "test-00000-of-00001.parquet"
 
 
 def blocks(seed, size):
@@ -89,8 +86,8 @@ def masked_parquet(folder, count=16, broken=(), without=(), number=lambda mask: 
     files = [b"none" if index in broken else encoded(number(mask)) for index, mask in enumerate(masks)]
     rows = images_with_masks([encoded(in_rgb(mask * GREY)) for mask in masks], files)
     folder.mkdir()
-    for file, half in ((TRAIN_FILE, range(count // 2)), (TEST_FILE, range(count // 2, count))):
-        rows.select([index for index in half if index not in without]).to_parquet(folder / file)
+    for split, half in (("train", range(count // 2)), ("test", range(count // 2, count))):
+        rows.select([index for index in half if index not in without]).to_parquet(folder / f"{split}.parquet")
     return str(folder)
 
 
@@ -245,37 +242,14 @@ def test_colours_and_positions_by_hand():
     assert features[0, 1, 1].tolist() == [-0.5, -0.5, -0.5, 0.25, 0.25]
 
 
-IN_16_BITS = MASK.astype(np.uint16) * 1000
-
-
-IN_PALETTE = Image.fromarray(MASK, "P")
-IN_PALETTE.putpalette([9, 9, 9, 200, 0, 0, 0, 200, 0])
-LOSSLESS = {
-    "palette": (encoded(IN_PALETTE), MASK),
-    "one bit": (encoded(MASK > 0), MASK > 0),
-    "TIFF of 16 bits": (tiff(IN_16_BITS), IN_16_BITS),
-    "turned TIFF": (tiff(MASK, extratags=[(274, "H", 1, 6, True)]), np.rot90(MASK, -1)),
-    "npy": (npy(MASK), MASK),
-}
-
-
-@pytest.mark.parametrize("data, expected", LOSSLESS.values(), ids=LOSSLESS)
-def test_masks_of_any_lossless_file(data, expected):
-    assert_close(decode_mask(cell(data), MaskedDataConfig()), torch.tensor(expected.astype(np.int16)))
-
-
-NO_MASKS = {
-    "colours": (encoded(in_rgb(MASK)), "mask: "),
-    "JPEG in a TIFF": (tiff(np.kron(MASK, np.ones((4, 4), np.uint8)), compression="jpeg"), "mask: "),
-    "npy of fractions": (npy(MASK / 2), "mask: "),
-    "large numbers": (encoded(MASK.astype(np.uint16) * 30000), "mask has the number 60000"),
-}
-
-
-@pytest.mark.parametrize("data, message", NO_MASKS.values(), ids=NO_MASKS)
-def test_other_files_are_no_masks(data, message):
-    with pytest.raises(UnreadableImage, match=f"^its {message}"):
-        decode_mask(cell(data), MaskedDataConfig())
+def test_a_palettes_indices_are_classes_and_colours_and_large_numbers_are_none():
+    palette = Image.fromarray(MASK, "P")
+    palette.putpalette([9, 9, 9, 200, 0, 0, 0, 200, 0])
+    decoded = decode_mask(cell(encoded(palette)), MaskedDataConfig())
+    assert_close(decoded, torch.tensor(MASK.astype(np.int16)))
+    for pixels, message in ((in_rgb(MASK), ": "), (MASK.astype(np.uint16) * 30000, " has the number 60000")):
+        with refused(f"^its mask{message}", UnreadableImage):
+            decode_mask(cell(encoded(pixels)), MaskedDataConfig())
 
 
 def test_a_mask_that_cannot_be_read_is_not_called_broken(tmp_path):
@@ -313,23 +287,19 @@ def test_birds_without_outlines_are_refused():
         load_masked_images(MaskedDataConfig(eval_split=None, eval_fraction=0.002))
 
 
-def test_numbers_of_classes_that_are_far_apart_change_nothing(trained, tmp_path):
-    folders = [
-        masked_parquet(tmp_path / "plain"),
-        masked_parquet(tmp_path / "apart", number=lambda mask: 3 + 1000 * mask.astype(np.uint16)),
-    ]
-    plain, apart = (segment(trained, folder, "--baselines=false") for folder in folders)
-    assert plain["results"] == apart["results"]
-    assert plain["labels"]["class_names"] == ["class 0", "class 1", "class 2"]
-    assert apart["labels"]["class_names"] == ["class 3", "class 1003", "class 2003"]
-
-
-def test_images_whose_mask_cannot_be_decoded_are_left_out(trained, tmp_path, capsys):
+def test_images_whose_mask_cannot_be_decoded_are_left_out_and_numbers_far_apart_change_nothing(
+    trained, tmp_path, capsys
+):
     lost = (0, 5, 11)
-    folders = [masked_parquet(tmp_path / "broken", broken=lost), masked_parquet(tmp_path / "without", without=lost)]
-    reports = [segment(trained, folder) for folder in folders]
-    assert [report.get("left_out") for report in reports] == [{"train": 2, "test": 1}, None]
-    assert reports[0]["results"] == reports[1]["results"]
+    folders = [
+        masked_parquet(tmp_path / "broken", broken=lost, number=lambda mask: 3 + 1000 * mask.astype(np.uint16)),
+        masked_parquet(tmp_path / "without", without=lost),
+    ]
+    broken, without = segment(trained, folders[0]), segment(trained, folders[1], "--baselines=false")
+    assert broken["left_out"] == {"train": 2, "test": 1} and "left_out" not in without
+    assert broken["results"] == without["results"]
+    assert broken["labels"]["class_names"] == ["class 3", "class 1003", "class 2003"]
+    assert without["labels"]["class_names"] == ["class 0", "class 1", "class 2"]
     assert capsys.readouterr().err.count("left out: 3 images that cannot be decoded") == 1  # not by each baseline
     with refused(r"its mask: no image file of a known sort.*a probe needs all images"):
         segment(trained, folders[0], "--strict=true")
