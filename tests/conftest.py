@@ -466,6 +466,8 @@ def views_of(dataset, **settings):
 @pytest.fixture(scope="session")
 def few_birds(tmp_path_factory):
     """A part of the photographs of birds, in files of the same names."""
+    import datasets
+
     folder = tmp_path_factory.mktemp("birds")
     for split, count in (("train", 96), ("test", 40)):
         name = f"{split}-00000-of-00001.parquet"

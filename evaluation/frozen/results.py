@@ -264,7 +264,8 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
     frozen, run = config.frozen, find_run(config.frozen.encoder)
     usual = flatten(type(config)())
     if run:
-        usual |= {f"data.{name}": getattr(run_source(run), name) for name in EVALUATED_SETTINGS}
+        source = run_source(run)
+        usual |= {f"data.{name}": getattr(source, name) for name in EVALUATED_SETTINGS}
     operational = [each.key for each in settings_of(config) if each.about["operational"]]
     known = (usual if of_all else flatten(FeaturesConfig())).keys() - {"encoder", "features", "random", *operational}
     parts = ["best"] if Path(frozen.encoder).name == BEST else []

@@ -203,7 +203,8 @@ def settings_from_run(run: Path, data: SourceConfig, path_is_named: bool) -> dic
     """
     of_run = moved_source(run, data.path) if path_is_named else run_source(run)
     names = HOW_READ if of_run is None else EVALUATED_SETTINGS
-    settings = {name: getattr(of_run or run_source(run), name) for name in names}
+    source = of_run or run_source(run)
+    settings = {name: getattr(source, name) for name in names}
     if isinstance(data, DataConfig):
         saved = saved_settings(run)["data"]
         settings |= {name: saved[name] for name in VIEW_SETTINGS if name in saved}
