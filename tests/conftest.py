@@ -83,6 +83,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_cache_at_home():
+    """What `datasets` keeps is in HF_HOME, which was another when this file imported it.
+
+    Each run on a folder of images looks through all listings: thousands, at the home of who is killed often.
+    """
+    datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_HOME"]) / "datasets"
+
+
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
     """Accelerate keeps its state in the process: every test starts without, and with one thread.
@@ -200,6 +209,14 @@ def refused(words: str | None = None, kind: type[Exception] = UserError) -> Iter
     with pytest.raises(kind, match=words) as error:
         yield error
     assert "\n" not in str(error.value)
+
+
+@contextmanager
+def refused_with(words: str) -> Iterator[None]:
+    """What is done here ends with an error of one line that has each of these words, between which ` | ` stands."""
+    with refused() as error:
+        yield
+    assert [each for each in words.split(" | ") if each not in str(error.value)] == []
 
 
 class Killed(BaseException):
@@ -438,12 +455,17 @@ def rng():
     return np.random.default_rng(0)
 
 
+def write_classes(folder: Path, count: int, first: int = 0) -> Path:
+    """A folder of PNG images in two classes."""
+    for number in range(first, first + count):
+        put_picture(folder / ("cat" if number % 2 else "dog") / f"{number:02d}.png", number)
+    return folder
+
+
 @pytest.fixture
 def image_folder(tmp_path):
-    """A folder of 12 PNG images in two classes."""
-    for number in range(12):
-        put_picture(tmp_path / "images" / ("cat" if number % 2 else "dog") / f"{number:02d}.png", number)
-    return tmp_path / "images"
+    """Twelve such images."""
+    return write_classes(tmp_path / "images", 12)
 
 
 def newton_schulz(width: int, blocks: int) -> int:

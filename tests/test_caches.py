@@ -4,7 +4,6 @@ import atexit
 import fcntl
 import multiprocessing
 import os
-from pathlib import Path
 
 import pytest
 from colours import CATS_AND_DOGS, save, save_classes, splits_of
@@ -20,7 +19,7 @@ SOON = 60  # seconds
 def start(act):
     """What `act` returns in two processes that one launcher starts together."""
 
-    def run(rank: int) -> None:
+    def run(rank):
         atexit._clear()  # what the tests have registered
         os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_PORT": "29500"}
         together.wait(SOON)
@@ -39,7 +38,7 @@ def start(act):
     return found
 
 
-def paths(path: Path) -> list[str]:
+def paths(path):
     return [cell["path"] for rows in splits_of(path).values() for cell in rows["image"]]
 
 
@@ -73,7 +72,7 @@ def test_processes_that_start_together_walk_once(cache, tmp_path):
 # --- the folders ---
 
 
-def write(folder: Path) -> None:
+def write(folder):
     (folder / str(os.getpid())).write_bytes(bytes(1000))
 
 
@@ -124,7 +123,7 @@ def test_a_cache_that_cannot_be_used_or_trusted_is_named(cache, problem):
             pytest.skip("only root makes files of others")
         os.chown(cache, 12345, 12345)
 
-    def fail(_: Path) -> None:
+    def fail(_):
         raise OSError(28, "No space left on device")
 
     with refused(r"HF_DATASETS_CACHE: .* cannot be written"):

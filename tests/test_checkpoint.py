@@ -8,18 +8,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import equal_tensors, weights_of
+from conftest import equal_tensors, refused, weights_of
+from model_inputs import small_vit
 from test_untrusted import Payload
+from torch.distributed.fsdp import fully_shard
 
-from mpp.errors import UserError
+from mpp.config import OptimConfig
 from mpp.runtime.files import Held, hold
-from mpp.training.checkpoint import (
-    damaged_files,
-    load_checkpoint,
-    newest_whole,
-    save_checkpoint,
-    snapshot,
-)
+from mpp.training.checkpoint import damaged_files, load_checkpoint, newest_whole, save_checkpoint, snapshot
+from mpp.training.optim import build_optimizer
+from mpp.training.parallel import sharding_units
 
 
 def network(seed, steps=3):
@@ -69,7 +67,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path,
     """Else the run would begin anew, and delete it."""
     save(tmp_path, 1)
     monkeypatch.setattr("mpp.training.checkpoint.sha256_of", Mock(side_effect=PermissionError(errno.EACCES, "denied")))
-    with pytest.raises(UserError, match=r"step_00000001 cannot be read now \(.*\); the same command continues"):
+    with refused(r"step_00000001 cannot be read now \(.*\); the same command continues"):
         restored_step(tmp_path)
 
 
@@ -139,3 +137,27 @@ def test_what_a_killed_run_left_half_written_is_gone_when_it_goes_on(pretrain, t
     }
     assert left == set(of_others) and (trained / "encoder").is_dir()
     assert (trained / "encoder_best" / "model.safetensors").exists()
+
+
+def sharded_vit():
+    model = small_vit()
+    for block in sharding_units(model):
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def test_a_snapshot_is_the_same_file_sharded_or_not(group_of_one, tmp_path):
+    states = {}
+    for kind, build in (("shards", sharded_vit), ("copy", small_vit)):
+        model = build()
+        optimizer = build_optimizer(model, OptimConfig(name="adam"))
+        model(torch.ones(1, 3, 32, 32))[:, 0].sum().backward()
+        optimizer.step()
+        states[kind] = save_checkpoint(tmp_path / kind, 1, snapshot(model, optimizer))
+        assert not any(snapshot(model, optimizer, wanted_here=False).values()) or kind == "copy"
+        other = build()
+        its = build_optimizer(other, OptimConfig(name="adam"))
+        assert load_checkpoint(states[kind], other, its) == 1
+        states[f"{kind} again"] = save_checkpoint(tmp_path / f"{kind}_again", 1, snapshot(other, its))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert len({(folder / file).read_bytes() for folder in states.values()}) == 1

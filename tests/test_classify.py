@@ -17,13 +17,13 @@ from conftest import (
     exported,
     kill_at,
     killed_at,
-    put_picture,
     read_json,
     read_metrics,
     refused,
     tiny_without,
     title_and_tags,
     weights_of,
+    write_pictures,
 )
 from model_inputs import HALVES, random_images, scaled
 from safetensors.torch import save_file
@@ -239,7 +239,7 @@ def test_finetuning_compares_rates_on_dev_over_dev_steps_and_tests_once(tmp_path
 
 def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypatch, finetunings):
     evaluated = noted(monkeypatch, Classification, "measure_outcomes", 2)
-    options = ["--data.train_images=40", "--data.workers=1", "--data.eval_images=1000"]
+    options = ("--data.train_images=40", "--data.workers=1", "--data.eval_images=1000", "--run.steps=1")
     fine_tune(tmp_path, encoder, "--lrs=0.1", *options)
     (task,) = finetunings
     datasets = (task.train, *(views.dataset for views in evaluated))
@@ -248,7 +248,7 @@ def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypat
     assert train.isdisjoint(left_out) and test.isdisjoint(train | left_out)
     assert len(train | left_out) == len(load_labelled(DataConfig(), task.accelerator).train)
     (result,) = read_json(tmp_path / "finetune.json")["results"]
-    assert result["dev_accuracy"] == read_metrics(tmp_path / "lr_0.1", "dev/accuracy")[4]
+    assert result["dev_accuracy"] == read_metrics(tmp_path / "lr_0.1", "dev/accuracy")[1]
 
 
 def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, encoder, monkeypatch, finetunings):
@@ -305,13 +305,15 @@ def test_images_that_cannot_be_decoded_are_not_tested_on(tmp_path, capsys):
     """Nor are others in their place: of the test images, one dog and four cats are left."""
     images, run = tmp_path / "images", tmp_path / "run"
     for place in ("train/cat", "train/dog", "test/cat", "test/dog"):
-        for number in range(4):
-            put_picture(images / place / f"{number}.png", number)
+        write_pictures(images / place, 4)
     for number in (0, 1, 3):
-        (images / f"test/dog/{number}.png").write_bytes(b"nothing")
+        (images / f"test/dog/0{number}.png").write_bytes(b"nothing")
     train_supervised(run, *OF_MODEL, f"--data.path={images}", "--data.batch_size=3")
     outcomes = load_outcomes(run / "heldout.json")
-    assert [name.split("/test/")[-1] for name in outcomes.images] == [*(f"cat/{n}.png" for n in range(4)), "dog/2.png"]
+    assert [name.split("/test/")[-1] for name in outcomes.images] == [
+        *(f"cat/0{n}.png" for n in range(4)),
+        "dog/02.png",
+    ]
     assert max(read_metrics(run, "heldout/largest_class").values()) == 0.8
     assert list(read_metrics(run, "heldout/accuracy").values())[-1] == pytest.approx(image_scores(outcomes).mean())
     written = read_json(run / "supervised.json")

@@ -129,8 +129,7 @@ EACH = {("knn", 0), ("knn", 1), ("finetune", 0), ("finetune", 1)}
 def test_one_encoder_is_not_several_seeds_of_a_probe(change, seeds, capsys):
     """Its probes would be one result, counted several times, with a spread of 0."""
     encoder = {"name": "ours", "encoder": "vit_tiny_patch16_224", "seeds": [0, 1]} | change
-    cases = cases_with([encoder], [KNN, TUNED])
-    assert {(case.entry.name, case.encoder.seed) for case in cases} == seeds
+    assert {(case.entry.name, case.encoder.seed) for case in cases_with([encoder], [KNN, TUNED])} == seeds
     once = "note: ours (seed 1) is left out of knn: "
     assert (once in capsys.readouterr().out) == (("knn", 1) not in seeds)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import settings_page
 import yaml
-from conftest import ROOT, refused
+from conftest import ROOT, refused, refused_with
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,15 +33,19 @@ from mpp.errors import UserError
 from mpp.training.run_folder import changes, describe_changes
 
 
+def config_of(*words):
+    return parse(Config, list(words))
+
+
 def test_birds_yaml_is_the_defaults_and_names_every_setting():
-    assert parse(Config, ["--config=birds"]) == Config()
+    assert config_of("--config=birds") == Config()
     written = yaml.safe_load((ROOT / "configs" / "birds.yaml").read_text())
     names = [f"{group}.{key}" for group in written for key in written[group]]
     assert names == [each.key for each in settings_of(Config()) if each.is_shown]
 
 
 def test_the_papers_recipe():
-    config = parse(Config, ["--config=imagenet_vit_b16"])
+    config = config_of("--config=imagenet_vit_b16")
     groups = {
         "run": {"steps": 1_000_000},
         "optim": {"name": "adam", "global_batch_size": 4096, "warmup_steps": 10_000, "lr": 2e-4}
@@ -56,14 +60,14 @@ def test_the_papers_recipe():
 
 def test_files_and_overrides_compose_in_order():
     files = [f"--config={ROOT}/configs/{name}.yaml" for name in ("imagenet_vit_b16", "imagenet_vit_b16_100k")]
-    config = parse(Config, ["--optim.lr=0.5", *files, "--config=corruption_15"])  # wherever a file stands
+    config = config_of("--optim.lr=0.5", *files, "--config=corruption_15")  # wherever a file stands
     assert (config.run.steps, config.corruption.rate, config.optim.lr) == (100_000, 0.15, 0.5)
     assert config.model.name == "vit_base_patch16_224"
 
 
 def test_numbers_of_a_plain_model_have_defaults_and_a_named_one_keeps_its_own():
     plain = dict(width=128, depth=4, heads=4, img_size=64, patch_size=8)
-    assert parse(Config, ["--model.width=64"]).model.numbers() == plain | {"width": 64}
+    assert config_of("--model.width=64").model.numbers() == plain | {"width": 64}
     named = ["--config=birds", "--model.name=vit_base_patch16_224", "--model.depth=2"]
     assert parse(Config, named).model.numbers() == dict.fromkeys(plain) | {"depth": 2}
 
@@ -73,7 +77,7 @@ def test_only_plumbing_may_change(tmp_path):
     saved.write_text(to_yaml(Config()))
     operational = ["--data.workers=7", "--run.log_every=3", "--data.batch_size=2", "--run.checkpoint_every=9"]
     science = ["--optim.lr=0.5", "--run.seed=1", "--corruption.rate=0.3"]
-    different = changes(parse_saved(Config, saved), parse(Config, [*operational, *science]))
+    different = changes(parse_saved(Config, saved), config_of(*operational, *science))
     assert different == {"run.seed": (0, 1), "corruption.rate": (0.5, 0.3), "optim.lr": (0.01, 0.5)}
     assert describe_changes(different, "the run").endswith("optim.lr (0.01 in the run, 0.5 now)")
 
@@ -106,12 +110,11 @@ MISTAKES = [  # the command, its words, and what the one line names: the setting
 ]
 
 
-@pytest.mark.parametrize("config_class, words, named", MISTAKES, ids=[case[1] for case in MISTAKES])
+@pytest.mark.parametrize("config_class, words, named", MISTAKES)
 def test_a_mistake_is_one_line_that_names_the_setting_the_value_and_what_is_allowed(config_class, words, named):
     words = [words] if "=" in words else words.split()
-    with refused() as error:
+    with refused_with(named):
         parse(config_class, words)
-    assert [part for part in named.split(" | ") if part not in str(error.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -133,11 +136,11 @@ def test_the_run_folder_has_the_name_of_the_images(config_class, path, expected,
 
 def test_first_steps_of_a_config_keep_their_share_of_a_shorter_run():
     """Where the run is too short for them; what is given with the length is not changed."""
-    short = parse(Config, ["--config=continue", "--run.steps=400"]).optim
+    short = config_of("--config=continue", "--run.steps=400").optim
     assert (short.warmup_steps, short.frozen_steps) == (20, 200)
-    assert parse(Config, ["--config=continue", "--run.steps=2000"]).optim.warmup_steps == 500
+    assert config_of("--config=continue", "--run.steps=2000").optim.warmup_steps == 500
     with refused(r"optim\.warmup_steps is 500; it must be less than run\.steps \(400\)"):
-        parse(Config, ["--config=continue", "--run.steps=400", "--optim.warmup_steps=500"])
+        config_of("--config=continue", "--run.steps=400", "--optim.warmup_steps=500")
 
 
 IN_FILES = [
@@ -153,7 +156,7 @@ IN_FILES = [
     ("run: {steps: 3, steps: 4}", "steps occurs twice"),
     ("objective: {normalize: patch}", "objective.normalize | objective.name is pixels"),
     ("run: {dir: ~/x}", "run.dir | without ~"),
-    (f"data: {{range: {'[' * 3000}", ""),
+    (f"data: {{range: {'[' * 1000}", ""),
     ("model: {width: 100, heads: 3}", "model.width | multiple of model.heads (3)"),
     (b"\xff\xd8\xff\xe0", ""),
 ]
@@ -163,16 +166,15 @@ IN_FILES = [
 def test_a_mistake_in_a_file_is_one_line_that_names_the_file(tmp_path, text, named):
     file = tmp_path / "bad.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with refused() as error:
-        parse(Config, ["--config", str(file), "--run.seed=3"])
-    assert [part for part in ["bad.yaml", *named.split(" | ")] if part not in str(error.value)] == []
+    with refused_with(f"bad.yaml | {named}"):
+        config_of("--config", str(file), "--run.seed=3")
 
 
 def test_a_wrong_value_is_named_in_the_file_that_has_it(tmp_path):
     """A later file with a good value does not hide it."""
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("optim: {lr: fast}")
-    for read in (lambda: parse(Config, [f"--config={wrong}", "--config=birds"]), lambda: parse_saved(Config, wrong)):
+    for read in (lambda: config_of(f"--config={wrong}", "--config=birds"), lambda: parse_saved(Config, wrong)):
         with refused(r"optim\.lr is fast; .*\(in .*wrong\.yaml\)$"):
             read()
 
@@ -197,11 +199,11 @@ TAKEN = [  # what a file says, and what is taken
 ]
 
 
-@pytest.mark.parametrize("text, key, value", TAKEN, ids=[case[0] for case in TAKEN])
+@pytest.mark.parametrize("text, key, value", TAKEN)
 def test_words_are_numbers_where_a_setting_is_one_and_text_where_it_is_text(tmp_path, text, key, value):
     file = tmp_path / "words.yaml"
     file.write_text(text)
-    config = parse(Config, ["--config", str(file)])
+    config = config_of("--config", str(file))
     found = flatten(config)[key]
     assert found == value and type(found) is type(value)
     reads_back(config, tmp_path)
@@ -224,11 +226,11 @@ def test_a_config_of_python_has_the_settings_by_their_names_and_is_checked_too()
 
 def test_a_config_of_the_package_has_a_name_that_files_come_before_and_folders_do_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    by_name = parse(Config, ["--config", "cifar10"])
+    by_name = config_of("--config", "cifar10")
     (tmp_path / "cifar10").mkdir()  # of images, say
-    assert parse(Config, ["--config=cifar10"]) == by_name == parse(Config, [f"--config={ROOT}/configs/cifar10.yaml"])
+    assert config_of("--config=cifar10") == by_name == config_of(f"--config={ROOT}/configs/cifar10.yaml")
     (tmp_path / "birds").write_text("optim: {lr: 0.5}")
-    assert parse(Config, ["--config", "birds"]).optim.lr == 0.5
+    assert config_of("--config", "birds").optim.lr == 0.5
 
 
 def help_of(words, capsys):
@@ -272,18 +274,18 @@ junk = st.recursive(
 )
 
 
-def words(overrides: dict):
+def words(overrides):
     """A command line that says so."""
     return [f"--{key}={yaml.safe_dump(value, default_flow_style=True).strip()}" for key, value in overrides.items()]
 
 
-def reads_back(config, folder) -> None:
+def reads_back(config, folder):
     file = folder / "config.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     assert parse(type(config), ["--config", str(file)]) == config
 
 
-def is_one_line_or_reads_back(config_class, arguments, folder, named: str = "") -> None:
+def is_one_line_or_reads_back(config_class, arguments, folder, named=""):
     try:
         config = parse(config_class, arguments)
     except UserError as error:
@@ -338,7 +340,7 @@ NEED = [  # a command, a setting, beside what it has no effect, beside what it h
 ]
 
 
-@pytest.mark.parametrize("config_class, setting, without, beside", NEED, ids=[case[1] for case in NEED])
+@pytest.mark.parametrize("config_class, setting, without, beside", NEED)
 def test_a_setting_that_has_no_effect_is_refused_with_what_it_needs(tmp_path, config_class, setting, without, beside):
     key = setting.split("=")[0]
     usual = json.dumps(flatten(config_class())[key]).strip('"')

@@ -132,8 +132,7 @@ def errors(random, encoders, images):
     return -np.square(random.standard_normal(images) + random.standard_normal((encoders, images)))
 
 
-@pytest.mark.parametrize("images", [286, 2000])
-@pytest.mark.parametrize("encoders", [8, 12])
+@pytest.mark.parametrize("encoders, images", [(8, 286), (12, 2000)])
 def test_of_tables_of_equal_encoders_few_tell_any_two_apart(encoders, images):
     """At most 6 of 100 tables. The quantile is that of one table of each kind: it hardly differs between them."""
     random = np.random.default_rng(encoders + images)

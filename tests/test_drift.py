@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import CUT, TINY, put_picture, read_json, read_metrics, without_times
+from conftest import ADAM, CUT, TINY, put_picture, read_json, read_metrics, refused, without_times, write_classes
 from safetensors.torch import load_file
 from server import Command, finish
 from sklearn.neighbors import NearestNeighbors
@@ -14,7 +14,6 @@ from torchvision.transforms.v2.functional import resize
 
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse, parse_saved
-from mpp.errors import UserError
 from mpp.features.drift import START_FILE, keep_start, measure_drift
 from mpp.features.neighbours import find_other_neighbours
 from mpp.features.probe import NORTH_WEST, SOUTH_EAST, agreement, crop_and_enlarge, general_source, load_general_images
@@ -22,15 +21,7 @@ from mpp.models.networks import build_model
 from mpp.pretrain import reopen
 from mpp.training.log import read_history
 
-ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
 PROBED = ("--run.eval_every=2", "--probe.every=2", "--probe.images=40", "--data.eval_images=30")
-
-
-def write_classes(folder, count, first=0):
-    """A folder of images in two classes."""
-    for number in range(first, first + count):
-        put_picture(folder / ("cat" if number % 2 else "dog") / f"{number:02d}.png", number)
-    return folder
 
 
 @pytest.fixture
@@ -50,8 +41,7 @@ def general(tmp_path):
 @pytest.fixture
 def settings(own, general, finished_run):
     """Of a run on its own images from the weights of another, which is probed on general ones."""
-    weights = f"--model.init_from={finished_run}"
-    return *PROBED, *ADAM, *CUT, f"--data.path={own}", f"--probe.path={general}", weights
+    return *PROBED, *ADAM, *CUT, f"--data.path={own}", f"--probe.path={general}", f"--model.init_from={finished_run}"
 
 
 def encoder_of(*options):
@@ -136,7 +126,7 @@ def test_a_set_that_cannot_serve_is_refused_by_its_own_setting(own, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "list.txt").write_text("")
-    with pytest.raises(UserError, match=rf"^{said}"):
+    with refused(rf"^{said}"):
         load(path)
 
 
@@ -180,7 +170,7 @@ def test_a_run_goes_on_with_its_general_images_or_with_none(pretrain, stopped_at
     settings = (*PROBED, *CUT, f"--data.path={own}")
     stopped_at(2, *settings, f"--probe.path={general}")
     write_classes(general, 1, first=30)
-    with pytest.raises(UserError, match=r"other images or weights: probe\.path: .*, held out: images was 15, is 16;"):
+    with refused(r"other images or weights: probe\.path: .*, held out: images was 15, is 16;"):
         pretrain(*settings, f"--probe.path={general}")
     run = pretrain(*settings)
     assert set(read_metrics(run, "general/knn/depth_01")) == {0, 2}
@@ -188,7 +178,7 @@ def test_a_run_goes_on_with_its_general_images_or_with_none(pretrain, stopped_at
 
 
 def test_a_run_among_general_images_is_refused(pretrain, general):
-    with pytest.raises(UserError, match=r"^run\.dir is .*, inside the images of .*general: its pictures would join"):
+    with refused(r"^run\.dir is .*, inside the images of .*general: its pictures would join"):
         pretrain("--probe.every=4", f"--probe.path={general}", dir=general / "run")
 
 

@@ -104,8 +104,7 @@ def test_classes_without_a_training_image_are_counted_and_named(capsys):
     by_number, by_name = capsys.readouterr().out.splitlines()
     assert "100 of 140 test images are of 4 classes without a training image (5, 7, 8 and 1 more)" in by_number
     assert "(birch, oak, 8 and 1 more)" in by_name
-    any_is_right = np.array([[0, 5], [5, -1], [1, -1], [6, 5]] * 30)
-    note_tested(train, any_is_right)
+    note_tested(train, np.array([[0, 5], [5, -1], [1, -1], [6, 5]] * 30))
     assert "60 of 120 test images are of 2 classes without" in capsys.readouterr().out
     note_tested(train, np.array([0, 1] * 50))
     assert capsys.readouterr().out == ""
@@ -120,8 +119,7 @@ def test_the_interval_of_few_images_is_wilsons(count):
 def test_command_writes_results_summary_and_protocol(tmp_path):
     run_on_saved(fewshot, features(), tmp_path, "--shots=[5,1]", "--seeds=[0,3]", "--l2=1024")
     report = read_json(tmp_path / "r.json")
-    cases = [(result["shots"], result["seed"]) for result in report["results"]]
-    assert cases == [(5, 0), (1, 0), (5, 3), (1, 3)]
+    assert [(result["shots"], result["seed"]) for result in report["results"]] == [(5, 0), (1, 0), (5, 3), (1, 3)]
     of_five_shots = [result["accuracy"] for result in report["results"] if result["shots"] == 5]
     expected = {"mean": np.mean(of_five_shots), "std": np.std(of_five_shots, ddof=1), "count": 2}
     assert {key: report["summary"]["5"][key] for key in expected} == pytest.approx(expected)

@@ -82,7 +82,7 @@ FOR_80 = ("--run.steps=80", "--optim.warmup_steps=5")
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "first"),
+    "before, now, first",
     [
         (FOR_40, (*WSD, "--run.steps=60", "--optim.warmup_steps=5"), 31),  # the cooldown is from 30 on
         (FOR_40, (*FOR_80, *WSD), 40),
@@ -95,7 +95,7 @@ def test_one_rule_says_up_to_where_two_runs_are_one(before, now, first):
     assert same_until(config(*now), config(*before), 40) == first
 
 
-@pytest.mark.parametrize(("half_life", "first"), [("[0.1, 0.1]", 0), ("[1, 30]", 1), ("[8, 8]", 40)])
+@pytest.mark.parametrize("half_life, first", [("[0.1, 0.1]", 0), ("[1, 30]", 1), ("[8, 8]", 40)])
 def test_a_moving_average_in_steps_suits_any_length_and_shares_do_not(half_life, first):
     options = ("--objective.name=features", f"--objective.half_life={half_life}", CONSTANT)
     assert same_until(config(*options, *FOR_80), config(*options, *FOR_40), 40) == first
@@ -166,8 +166,8 @@ def test_a_trunk_keeps_the_warm_up_of_the_first_command_that_kept_a_step(pretrai
     grown = pretrain(*stable, "--run.steps=5")
     pretrain(*stable, "--run.steps=10")
     assert read_metrics(grown, "optim/lr")[1] == read_metrics(grown, "optim/lr")[10]
-    branched = pretrain(*stable, *WSD, "--run.steps=20", f"--run.branch_from={grown}@10", dir=tmp_path / "branch")
-    assert "warmup_steps: 1\n" in (branched / "config.yaml").read_text()
+    cooled = (*WSD, "--optim.cooldown=0.1", "--run.steps=12", f"--run.branch_from={grown}@10")
+    assert "warmup_steps: 1\n" in (pretrain(*stable, *cooled, dir=tmp_path / "branch") / "config.yaml").read_text()
 
 
 def test_the_best_encoder_of_a_branch_is_that_since_it_began(trunk, pretrain, tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_the_best_encoder_of_a_branch_is_that_since_it_began(trunk, pretrain, tm
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words, said",
     [
         ("--run.steps=40 --optim.warmup_steps=30", r"optim.warmup_steps is 30; it must be at most 20, where the cool"),
         ("--objective.name=features --objective.half_life=[0.5,20]", "objective.half_life is .*two shares below 1"),
@@ -200,7 +200,7 @@ def test_settings_that_cannot_be_are_refused(words, said):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words, said",
     [
         ("branch_from=TRUNK@3", r"a kept step of a run: 2, 4 \(run.keep_at"),
         ("branch_from=TRUNK@2 seed=1", r"trunk is a run with another config: run.seed \(0 in the run, 1 now\)"),
@@ -223,7 +223,7 @@ def test_what_cannot_go_on_or_be_branched_from_is_refused_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "said"),
+    "spoiled, said",
     [
         ("data.json", "started with other images"),
         ("checkpoints/step_00000002/optimizer.safetensors", "all checkpoints are damaged"),
@@ -248,7 +248,7 @@ def test_a_branch_without_a_whole_checkpoint_does_not_begin_at_step_0(runs, pret
 
 
 @pytest.mark.parametrize(
-    ("schedule", "step", "said"),
+    "schedule, step, said",
     [
         ("cosine", 1000, ""),
         ("wsd", 800, "; not cooled down yet"),
@@ -263,7 +263,7 @@ def test_the_verdict_says_what_is_not_cooled_down_yet(schedule, step, said):
 
 
 @pytest.mark.parametrize(
-    ("losses", "cooldown", "said"),
+    "losses, cooldown, said",
     [
         ([2.0, 1.989], None, "held-out loss still falling"),
         ([2.0, 1.991], None, "held-out loss flat"),
@@ -304,8 +304,7 @@ def test_a_branch_is_repeated_without_its_trunk():
 
 def test_a_check_counts_the_steps_and_checkpoints_of_a_branch_or_refuses_it(runs, tmp_path, capsys):
     words = ["--run.steps=4", "--optim.warmup_steps=0", *WSD, "--run.keep_at=[3]", f"--run.dir={tmp_path / 'branch'}"]
-    branch = config(*words, f"--run.branch_from={runs / 'trunk'}@2")
-    check.print_cost(branch, check.StepCost(1800.0, 0.0, 0, 10**9))
+    check.print_cost(config(*words, f"--run.branch_from={runs / 'trunk'}@2"), check.StepCost(1800.0, 0.0, 0, 10**9))
     printed = capsys.readouterr().out
     assert "\n2 steps of one process, without evaluations: 1 hours" in printed
     assert "at most 5 checkpoints of 1 GB" in printed  # the newest two; steps 3 and 2, where it cools down; a new one

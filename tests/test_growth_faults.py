@@ -94,8 +94,7 @@ def test_kills_while_a_branch_copies(tmp_path, tally):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_full_disk_while_a_branch_copies(tmp_path, tally, processes):
-    options = ("--model.width=48", "--run.trackers=[]")
-    words = whole_and_trunk(tmp_path, *options, processes=processes)
+    words = whole_and_trunk(tmp_path, "--model.width=48", "--run.trackers=[]", processes=processes)
     how = dict(processes=processes, prepare=partial(limit_files, 100_000))  # the optimiser's state has more
     fails(begin(tmp_path / "branch", *words, **how), "File too large")
     assert kept_steps(tmp_path / "branch") == [] and not list((tmp_path / "branch" / "checkpoints").iterdir())

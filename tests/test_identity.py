@@ -2,11 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import torch
 from colours import load
-from conftest import CUT, put_picture, read_json, read_metrics, refused, weights_of
+from conftest import CUT, killed_at, put_picture, read_json, read_metrics, refused, weights_of
 
 from mpp.config import ModelConfig
 from mpp.config.parsing import read_yaml
@@ -21,7 +20,7 @@ def test_a_run_inside_its_images_is_refused(pretrain, image_folder):
     assert not (image_folder / "some").exists()
 
 
-def records_of(folder: Path, **settings) -> dict:
+def records_of(folder, **settings):
     """The records of a folder's images, as a run that learns from labels has them."""
     parts = zip(("train", "held_out"), load(folder, eval_fraction=0.25, **settings), strict=True)
     return {name: identify_images(images, with_labels=True) for name, images in parts}
@@ -30,12 +29,11 @@ def records_of(folder: Path, **settings) -> dict:
 def test_a_record_tells_data_apart_and_not_places(image_folder, tmp_path):
     before = records_of(image_folder)
 
-    def changes(folder: Path = image_folder, **settings) -> list[str]:
+    def changes(folder=image_folder, **settings):
         return differences(before, records_of(folder, **settings))
 
     assert changes() == []
-    copy = shutil.copytree(image_folder, tmp_path / "moved" / "elsewhere")
-    assert changes(copy) == []
+    assert changes(shutil.copytree(image_folder, tmp_path / "moved" / "elsewhere")) == []
     assert changes(cut_seed=1) == [
         f"{part}: {field} changed" for part in ("train", "held_out") for field in ("chosen", "labels")
     ]
@@ -52,27 +50,7 @@ def test_a_record_tells_data_apart_and_not_places(image_folder, tmp_path):
     assert differences(other, one) == [f"train: revision was {'2' * 40}, is {'1' * 40}"]
 
 
-def test_a_run_does_not_continue_on_other_images_or_from_other_weights(pretrain, stopped_at, tmp_path, image_folder):
-    """A file that sorts first shifts all others, and with them the held-out images."""
-    first, other = (export_random(tmp_path / name, seed) for seed, name in enumerate(("first", "other")))
-    options = (f"--data.path={image_folder}", *CUT, f"--model.init_from={first}")
-    stopped_at(3, *options)
-    new, weights = image_folder / "cat" / "00.png", first / "model.safetensors"
-    put_picture(new, 99)
-    with refused(r"train: images was 9, is 10; .*files"):
-        pretrain(*options)
-    new.unlink()
-    whole = weights.read_bytes()
-    shutil.copy(other / "model.safetensors", first)
-    with refused(r"model.init_from: weights changed"):
-        pretrain(*options)
-    assert max(read_metrics(tmp_path / "run")) == 3
-    weights.write_bytes(whole)
-    assert max(read_metrics(pretrain(*options))) == 4
-    assert read_json(tmp_path / "run" / "data.json")["train"]["images"] == 9
-
-
-def export_random(folder: Path, seed: int) -> Path:
+def export_random(folder, seed):
     """Export an encoder of TINY's size with random weights."""
     torch.manual_seed(seed)
     encoder = build_encoder(ModelConfig(img_size=32, width=16, depth=2, heads=2))
@@ -80,35 +58,49 @@ def export_random(folder: Path, seed: int) -> Path:
     return folder
 
 
-def test_a_run_continues_with_any_spelling_of_its_paths(pretrain, image_folder, tmp_path, monkeypatch):
+def test_a_run_continues_on_its_own_images_from_its_own_weights_alone(pretrain, image_folder, tmp_path, monkeypatch):
+    """Also a finished one. A file that sorts first shifts all others, and with them the held-out images."""
     monkeypatch.chdir(tmp_path)
-    first = export_random(tmp_path / "first", 0)
-    run = pretrain("--data.path=images", "--model.init_from=first", *CUT)
-    file = run / "config.yaml"
+    first, second = (export_random(tmp_path / name, seed) for seed, name in enumerate(("first", "second")))
+    new, weights = image_folder / "cat" / "00.png", first / "model.safetensors"
+
+    def train(images="images", start="first"):
+        return pretrain(f"--data.path={images}", f"--model.init_from={start}", *CUT, "--data.cut_seed=3")
+
+    with killed_at(3):
+        train()
+    put_picture(new, 99)
+    with refused(r"train: images was 9, is 10; .*files"):
+        train()
+    new.unlink()
+    whole = weights.read_bytes()
+    shutil.copy(second / "model.safetensors", first)
+    with refused(r"model.init_from: weights changed"):
+        train()
+    assert max(read_metrics(tmp_path / "run")) == 3
+    weights.write_bytes(whole)
+    run = train()
+    assert max(read_metrics(run)) == 4
+    assert read_json(run / "data.json")["train"]["images"] == 9
+
+    file, encoder = run / "config.yaml", weights_of(run)
     saved = read_yaml(file)
     assert (saved["data"]["path"], saved["model"]["init_from"]) == (str(image_folder), str(first))
-    pretrain("--data.path=./images", f"--model.init_from={first}", *CUT)
+    train("./images", first)
     file.write_text(file.read_text().replace(f"{tmp_path}/", ""))
-    pretrain("--data.path=images", "--model.init_from=first", *CUT)  # as earlier versions saved it
+    train()  # as earlier versions saved it
     with refused(r"model.init_from"):
-        pretrain("--data.path=images", f"--model.init_from={export_random(tmp_path / 'other', 1)}", *CUT)
+        train(start=second)
 
-
-def test_a_run_continues_where_its_images_moved_to(pretrain, image_folder, tmp_path, monkeypatch):
-    """Also a finished one: otherwise other images would pass for those that it was trained on."""
-    monkeypatch.chdir(tmp_path)
-    options = (*CUT, "--data.cut_seed=3")
-    run = pretrain("--data.path=images", *options)
-    encoder = weights_of(run)
     image_folder.rename(tmp_path / "moved")
-    pretrain("--data.path=moved", *options)
-    saved = (run / "config.yaml").read_text()
-    assert f"path: {tmp_path}/moved\n" in saved and weights_of(run) == encoder
-    other = shutil.copytree(tmp_path / "moved", tmp_path / "other")
-    (other / "cat" / "01.png").unlink()
+    train("moved")
+    text = file.read_text()
+    assert f"path: {tmp_path}/moved\n" in text and weights_of(run) == encoder
+    others = shutil.copytree(tmp_path / "moved", tmp_path / "other")
+    (others / "cat" / "01.png").unlink()
     with refused(r"other images or weights: train: images was \d+, is"):
-        pretrain("--data.path=other", *options)
-    assert (run / "config.yaml").read_text() == saved
+        train("other")
+    assert file.read_text() == text
 
 
 def test_a_stream_is_known_by_its_files(pretrain, stopped_at, two_shards):

@@ -3,6 +3,7 @@
 import builtins
 import multiprocessing
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,23 +28,17 @@ from mpp.data.workers import start_worker
 from mpp.models.networks import NETWORKS
 from mpp.objectives import OBJECTIVES
 
-BRIGHTNESS = "--objective.name=brightness"
-REGISTRIES = (OBJECTIVES, PATTERNS, NETWORKS, EVALUATIONS)
-
 
 @pytest.fixture(autouse=True)
 def no_imports(monkeypatch):
     """Every test begins like a new process, without imports, and leaves nothing registered."""
     monkeypatch.setattr(imports, "_modules", {})
     imported.clear()
-    registries = [dict(each) for each in REGISTRIES]
-    yield
+    with patch.dict(OBJECTIVES), patch.dict(PATTERNS), patch.dict(NETWORKS), patch.dict(EVALUATIONS):
+        yield
     imported.clear()
     for name in ("brightness", "mine", "second", "nearest_centroid"):
         sys.modules.pop(name, None)
-    for parts, before in zip(REGISTRIES, registries, strict=True):
-        parts.clear()
-        parts.update(before)
 
 
 def start_a_new_process(changed=None):
@@ -67,17 +62,9 @@ def brightness(tmp_path):
     return file
 
 
-def test_the_pages_example_trains_resumes_and_is_drawn(pretrain, brightness, capsys):
-    own = f"--import={brightness}"
-    copies = brightness.parent / "run" / "imports"
-    copies.mkdir(parents=True)
-    (copies / "brightness.py").write_text("half")  # of a process that was killed before the run began
-    folder = pretrain(own, BRIGHTNESS, "--run.steps=2")
-    assert (folder / "imports" / "brightness.py").read_bytes() == brightness.read_bytes()
-
-    start_a_new_process()
-    visualize.main([own, f"--encoder={folder}", "--pictures=[predictions]", "--precision=fp32", "--images=2"])
-    assert "predictions.png" in capsys.readouterr().out
+def trains_with(file):
+    """The words of a run that trains with it."""
+    return f"--import={file}", "--objective.name=brightness", "--run.steps=1"
 
 
 PLACES = """
@@ -133,22 +120,28 @@ def test_mpps_own_parts_take_no_arguments(pretrain, group):
 
 
 def test_a_run_goes_on_with_the_same_file_in_any_folder_and_with_no_other(pretrain, brightness, tmp_path, capsys):
-    """Pictures by another come with a warning."""
-    folder = pretrain(f"--import={brightness}", BRIGHTNESS)
+    """The page's example. Its predictions are drawn; pictures by another come with a warning."""
+    copy = tmp_path / "run" / "imports" / "brightness.py"
+    copy.parent.mkdir(parents=True)
+    copy.write_text("half")  # of a process that was killed before the run began
+    folder = pretrain(*trains_with(brightness))
+    assert copy.read_bytes() == brightness.read_bytes()
     start_a_new_process()
     with refused(r"run uses custom code: add --import brightness\.py "):
-        pretrain(BRIGHTNESS)
+        pretrain(*trains_with(brightness)[1:])
     assert "brightness" not in sys.modules
     (tmp_path / "elsewhere").mkdir()
     brightness = brightness.rename(tmp_path / "elsewhere" / "brightness.py")
-    assert pretrain(f"--import={brightness}", BRIGHTNESS) == folder
+    assert pretrain(*trains_with(brightness)) == folder
+    words = [f"--import={brightness}", f"--encoder={folder}", "--precision=fp32"]
+    visualize.main([*words, "--pictures=[predictions]", "--images=2"])
+    assert "predictions.png" in capsys.readouterr().out
     start_a_new_process(brightness)
     with refused(r"run is a run with another config: --import brightness\.py"):
-        pretrain(f"--import={brightness}", BRIGHTNESS)
-    words = [f"--encoder={folder}", "--pictures=[filters]", "--precision=fp32"]
-    visualize.main([f"--import={brightness}", *words])
+        pretrain(*trains_with(brightness))
+    visualize.main([*words, "--pictures=[filters]"])
     printed = capsys.readouterr()
-    assert f"brightness.py is not as in {folder / 'imports'}" in printed.out + printed.err
+    assert f"brightness.py is not as in {copy.parent}" in printed.out + printed.err
 
 
 def test_all_imports_of_a_run_count(pretrain, brightness, tmp_path):
@@ -167,12 +160,12 @@ def test_all_imports_of_a_run_count(pretrain, brightness, tmp_path):
         pretrain(*words, "--objective.name=mine", f"--import={tmp_path / 'second.py'}", dir=folder)
     start_a_new_process()
     with refused(r"add --import mine\.py"):
-        pretrain(words[0], BRIGHTNESS, "--run.steps=1", dir=folder)
+        pretrain(*trains_with(brightness), dir=folder)
     pretrain("--run.steps=1")
 
 
 def test_a_branch_has_the_code_of_its_trunk(pretrain, brightness, tmp_path):
-    words = [f"--import={brightness}", BRIGHTNESS, "--run.steps=2"]
+    words = [*trains_with(brightness), "--run.steps=2"]
     trunk = pretrain(*words, "--run.keep_at=[1]", dir=tmp_path / "trunk")
     branch = pretrain(*words, f"--run.branch_from={trunk}@1", dir=tmp_path / "branch")
     assert (branch / "imports" / "brightness.py").read_bytes() == brightness.read_bytes()
@@ -224,9 +217,8 @@ def test_a_file_that_fails_is_named_and_may_be_mended_in_the_same_process(tmp_pa
 
 @pytest.mark.faults
 def test_several_processes_and_the_runs_own_report_know_the_code(brightness, tmp_path):
-    words = tiny_without("--run.report")
-    launch = ("torchrun", "--standalone", "--nproc_per_node=2", "mpp/pretrain.py")
-    ended = run_command(*launch, f"--import={brightness}", BRIGHTNESS, *words, f"--run.dir={tmp_path / 'run'}")
+    words = (*trains_with(brightness), *tiny_without("--run.report"), f"--run.dir={tmp_path / 'run'}")
+    ended = run_command("torchrun", "--standalone", "--nproc_per_node=2", "mpp/pretrain.py", *words)
     assert ended.returncode == 0, ended.stderr
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"--import={brightness.name}" in page and str(brightness) not in page
@@ -243,7 +235,7 @@ def test_a_comparison_tells_results_of_changed_code_apart(brightness, tmp_path):
         datasets: [{{name: birds}}]
         """)
 
-    def digests() -> dict[str, str]:
+    def digests():
         case_digest.cache_clear()
         config = parse(CompareConfig, [f"--import={brightness}", "--config", str(tmp_path / "compare.yaml")])
         return {case.encoder.entry.name: case_digest(case) for case in cases_of(read_entries(config))}
@@ -262,31 +254,28 @@ def test_a_plan_that_is_read_without_its_code_is_refused(setting):
         training_settings(entry, 0)
 
 
-def test_loader_processes_that_do_not_fork_import_the_code(brightness):
-    """As on macOS: the process begins without the imports of its parent."""
-    command = f"""
-import sys, torch
-from mpp.objectives import OBJECTIVES
-from mpp.data.workers import start_worker
+def test_loader_processes_have_the_code_and_a_file_that_changes_is_not_taken_for_the_new_one(brightness):
+    """A fork has the code of its parent: to edit a file does not end the run that trains with it. Others import it."""
 
-start_worker(torch.zeros(2, 2, dtype=torch.int64), ["--import={brightness}"], 0)
-print("brightness" in OBJECTIVES)
-"""
-    ended = run_command(sys.executable, "-c", command)
-    assert ended.stdout == "True\n", ended.stderr
+    def has_code(is_fork):
+        def begin():
+            if not is_fork:  # as on macOS: it begins without the imports of its parent
+                start_a_new_process()
+            start_worker(torch.zeros(2, 2, dtype=torch.int64), words, 0)
+            sys.exit("brightness" not in OBJECTIVES)
 
+        process = multiprocessing.get_context("fork").Process(target=begin)
+        process.start()
+        process.join()
+        return process.exitcode == 0
 
-def test_a_file_that_changes_is_not_taken_for_the_new_one_and_loader_processes_start(brightness):
-    """A fork has the code of its parent: to edit a file does not end the run that trains with it."""
     take_imports([f"--import={brightness}"])
+    words = import_words()
+    assert has_code(is_fork=False)
     brightness.write_text("1 / 0\n")
     with refused(r"brightness\.py has changed since this process imported it"):
-        take_imports([f"--import={brightness}"])
-    notes = torch.zeros(2, 2, dtype=torch.int64)
-    process = multiprocessing.get_context("fork").Process(target=start_worker, args=(notes, import_words(), 0))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+        take_imports(words)
+    assert has_code(is_fork=True)
 
 
 def test_a_package_is_known_by_all_its_python_files(pretrain, tmp_path, monkeypatch):
@@ -341,22 +330,15 @@ NETWORKS["mine"] = Network
 """An objective and a network that train."""
 
 
-MISTAKES = {
-    "no outputs": "del Mine.outputs",
-    "no gradient": "Mine.detach = True",
-    "no picture": "Mine.paint = None",
-}
-
-
-@pytest.mark.parametrize("kind", MISTAKES)
-def test_a_mistake_is_mended_and_the_same_command_begins_anew(pretrain, tmp_path, kind):
+def test_mistakes_are_mended_and_the_same_command_begins_anew(pretrain, tmp_path):
     """Nothing is lost before the first checkpoint: from then on, copies of the code are compared."""
     file = tmp_path / "mine.py"
-    file.write_text(f"{REGRESSION}\n{MISTAKES[kind]}\n")
-    words = (f"--import={file}", "--objective.name=mine", "--run.steps=2")
-    with pytest.raises((AttributeError, NotImplementedError, RuntimeError, TypeError)):
-        pretrain(*words)
-    start_a_new_process()
+    words = (f"--import={file}", "--objective.name=mine", "--run.steps=1")
+    for mistake in ("del Mine.outputs", "Mine.detach = True", "Mine.paint = None"):  # the last one ends an evaluation
+        file.write_text(f"{REGRESSION}\n{mistake}\n")
+        with pytest.raises((AttributeError, NotImplementedError, RuntimeError, TypeError)):
+            pretrain(*words)
+        start_a_new_process()
     file.write_text(REGRESSION)
     folder = pretrain(*words)
     assert (folder / "imports" / "mine.py").read_text() == REGRESSION
@@ -384,8 +366,7 @@ def test_a_network_that_cannot_train_or_be_exported_is_refused(pretrain, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "parts, name",
-    [("OBJECTIVES", "mine"), ("OBJECTIVES", "pixels"), ("NETWORKS", "predictor"), ("PATTERNS", "random")],
+    "parts, name", [("OBJECTIVES", "mine"), ("OBJECTIVES", "pixels"), ("NETWORKS", "predictor"), ("PATTERNS", "random")]
 )
 def test_a_name_that_is_taken_is_refused(tmp_path, parts, name):
     (tmp_path / "mine.py").write_text(REGRESSION)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conftest import refused
 from numpy.testing import assert_allclose
 from scipy import stats
 from scipy.stats import binomtest
@@ -21,7 +22,6 @@ from evaluation.metrics.scoring import (
     score_of,
 )
 from evaluation.patches.features import count_confusion
-from mpp.errors import UserError
 from mpp.features.metrics import COUNTS_FILE, load_masked_counts, save_masked_counts
 
 KIND = KINDS["class"]
@@ -133,8 +133,7 @@ def test_cases_by_hand():
     assert list(table.index) == names
     np.testing.assert_array_equal(table.loc["bee"], [0, 1, np.nan, np.nan, np.nan, 0, 0])
     assert table.loc["cat", ["right (%)", "right (%), from", "right (%), to"]].round(1).tolist() == [100, 34.2, 100]
-    any_right = Outcomes("class", np.array([[0, 2], [1, -1]]), np.array([2, 0]), names)
-    assert measure(any_right)["accuracy"] == 0.5
+    assert measure(Outcomes("class", np.array([[0, 2], [1, -1]]), np.array([2, 0]), names))["accuracy"] == 0.5
 
 
 def test_each_class_of_pixels_has_its_iou_with_an_interval():
@@ -190,7 +189,7 @@ def test_images_without_a_label_are_left_out_and_none_with_one_is_refused():
     outcomes = Outcomes("class", np.array([0, -1, 1]), np.array([0, 0, 1]), ["a", "b"], ["x", "y", "z"])
     assert len(labelled_outcomes(outcomes)) == 2 and labelled_outcomes(outcomes).images == ["x", "z"]
     assert score_of(outcomes) == 1
-    with pytest.raises(UserError, match="none of the 3 test images has a label"):
+    with refused("none of the 3 test images has a label"):
         score_of(Outcomes("class", np.full(3, -1), np.zeros(3, int)))
     truth = np.array([[-1, -1], [0, -1], [1, 2]])  # masks: the first has no pixel that counts
     assert len(labelled_outcomes(outcomes_of_masks(truth, np.zeros_like(truth)))) == 2
@@ -208,7 +207,7 @@ def test_outcomes_are_kept_beside_a_report(tmp_path):
     assert (loaded.class_names, loaded.images, loaded.kind) == (names, images, "class")
     assert load_outcomes(tmp_path / "other.json") is None
     save_outcomes(tmp_path / "knn.json", of_seeds[:1])
-    with pytest.raises(UserError, match=r"knn.outcomes.npz cannot be read: .*; evaluate again"):
+    with refused(r"knn.outcomes.npz cannot be read: .*; evaluate again"):
         load_outcomes(tmp_path / "knn.json", 1)
 
 
@@ -221,9 +220,9 @@ def test_damaged_files_of_outcomes_and_counts_are_named(damage, tmp_path):
         content = each.read_bytes()
         start = content.index(b".npy") + 30  # of compressed numbers
         each.write_bytes(content[:start] + bytes(20) + content[start + 20 :] if damage is None else content[damage])
-    with pytest.raises(UserError, match=r"knn.outcomes.npz cannot be read: .*; evaluate again"):
+    with refused(r"knn.outcomes.npz cannot be read: .*; evaluate again"):
         load_outcomes(tmp_path / "knn.json")
-    with pytest.raises(UserError, match=f"{COUNTS_FILE} cannot be read: .*; delete it to evaluate without intervals"):
+    with refused(f"{COUNTS_FILE} cannot be read: .*; delete it to evaluate without intervals"):
         load_masked_counts(tmp_path, 7)
 
 

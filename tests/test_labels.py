@@ -14,12 +14,12 @@ from mpp.config import ImagesConfig
 from mpp.data.labels import find_labels, read_labels
 
 
-def rows(kind, values: list) -> datasets.Dataset:
+def rows(kind, values):
     schema = datasets.Features({"label": kind}).arrow_schema
     return datasets.Dataset(pa.table({"label": values}, schema=schema))
 
 
-def read(*splits: datasets.Dataset, column: str | None = None):
+def read(*splits, column=None):
     """The labels of splits, in the column that a setting may name."""
     return read_labels([find_labels(ImagesConfig(label_column=column), split) for split in splits])
 
@@ -31,7 +31,7 @@ class Reference:
         LookupError: numbers without names stand beside names.
     """
 
-    def __init__(self, splits: list[list], kinds: list):
+    def __init__(self, splits, kinds):
         splits = [[as_list(value) for value in split] for split in splits]
         names = share_names([getattr(kind, "names", None) for kind in kinds], splits)
         classes = [
@@ -47,7 +47,7 @@ class Reference:
             self.of_training = self.of_training or len(self.classes)
         self.parts = [self.pad(split) for split in classes]
 
-    def pad(self, split: list[list]) -> list:
+    def pad(self, split):
         """A number an image, or as many as one has where an image has several labels."""
         longest = max([1, *map(len, split)])
         numbers = [[-1 if value is None else self.classes.index(value) for value in labels] for labels in split]
@@ -55,12 +55,12 @@ class Reference:
         return padded if longest > 1 else flatten(padded)
 
 
-def flatten(split: list[list]) -> list:
+def flatten(split):
     """The labels of one image after the other."""
     return list(itertools.chain.from_iterable(split))
 
 
-def as_list(value) -> list:
+def as_list(value):
     return value if isinstance(value, list) else [value] * (value is not None)
 
 
@@ -78,7 +78,7 @@ def share_names(declared, splits):
     return [None if has else [*shared] for has in has_texts]
 
 
-def class_of(value, names) -> str | None:
+def class_of(value, names):
     """The class of a label; None: it is no label."""
     if isinstance(value, str):
         return value if value.strip() else None
@@ -87,7 +87,7 @@ def class_of(value, names) -> str | None:
     return names[int(value)] if names is not None and value < len(names) else str(int(value))
 
 
-def lists_of(values, longest: int, shortest: int = 0) -> list[list]:
+def lists_of(values, longest, shortest=0):
     """All lists of some of the values."""
     return [[*each] for length in range(shortest, longest + 1) for each in itertools.product(values, repeat=length)]
 

@@ -15,7 +15,7 @@ from mpp.config import RunConfig
 from mpp.errors import Diverged, UserError
 from mpp.runtime import start
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.processes import check_address
+from mpp.runtime.processes import check_address, check_sharding
 from mpp.runtime.start import choose_precision, choose_threads, run_main, user_message
 from mpp.training.log import check_trackers
 from mpp.training.loop import TrainingStep
@@ -138,11 +138,8 @@ def test_what_a_user_can_mend_is_one_line(error, capsys):
     assert ended.value.code == 2 and capsys.readouterr().err == f"error: {error}\n"
 
 
-def test_gpus_are_hidden_from_these_tests_and_what_they_start():
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not uses_gpu()
-
-
 def test_a_launcher_that_was_told_cpu_leaves_the_gpu_alone(monkeypatch):
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not uses_gpu()  # hidden from tests and what they start
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert uses_gpu()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -172,3 +169,19 @@ def test_a_tracker_that_is_not_there_is_named():
     check_trackers(RunConfig())
     with refused(r"run\.trackers is nonsense; it must be installed: .*tensorboard"):
         check_trackers(RunConfig(trackers=("tensorboard", "nonsense")))
+
+
+@pytest.mark.parametrize(
+    "variable, value, message",
+    [
+        ("FSDP_VERSION", "1", r"fsdp_version is 1; it must be 2 \(--fsdp_version 2\)"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params is true; it must be false"),
+    ],
+)
+def test_what_is_not_there_is_refused(monkeypatch, variable, value, message):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    check_sharding(RunConfig())
+    monkeypatch.setenv(variable, value)
+    with refused(message):
+        check_sharding(RunConfig())

@@ -1,8 +1,8 @@
 """Datasets made ready for training: images shrunk or kept, in parallel, resumed, reported."""
 
 import io
+import shutil
 from contextlib import nullcontext
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -21,24 +21,31 @@ from mpp.prepare import NOTES_FOLDER, main, prepare_image
 from mpp.runtime.files import hold
 
 
-def pixels_of(number: int) -> np.ndarray:
+def pixels_of(number):
     """An image (H, W, 3): those of even numbers are large."""
     return picture(number, (40, 48) if number % 2 else (90, 120))
 
 
-def class_of(number: int) -> str:
+def class_of(number):
     return "cat" if number % 3 else "dog"
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """Thirty images in two classes: large ones, small ones, and two that are broken; and one that is held out."""
     files = {f"train/{class_of(number)}/{number:02d}.png": encoded(pixels_of(number)) for number in range(28)}
     files |= {"train/cat/empty.png": b"", "train/dog/text.jpg": b"no image", "test/dog/a.png": encoded(picture(99))}
-    return write(tmp_path / "images", files)
+    return write(tmp_path_factory.mktemp("set") / "images", files)
 
 
-def options(folder: Path, out: Path, *more: str):
+@pytest.fixture(scope="module")
+def prepared(folder):
+    """It in shards."""
+    main(options(folder, folder.with_name("prepared")))
+    return folder.with_name("prepared")
+
+
+def options(folder, out, *more):
     """Of a folder that is named on a way that leads up and down."""
     way = f"{folder}/../{folder.name}"
     return [f"--data.path={way}", f"--out={out}", "--short_side=60", "--rows=8", "--workers=2", *more]
@@ -85,20 +92,17 @@ def test_plain_pixels_lose_nothing_and_are_as_long_as_they_are():
         prepare_image(encoded(np.zeros((3, 120_000, 3), np.uint8)), PrepareConfig(short_side=2))
 
 
-def test_prepared_images_are_trained_on_indexed_or_streamed(folder, tmp_path, pretrain):
-    out = tmp_path / "2026 ~ [a]*"
-    main(options(folder, out))
+def test_prepared_images_are_trained_on_indexed_or_streamed(prepared, tmp_path, pretrain):
+    out = shutil.copytree(prepared, tmp_path / "2026 ~ [a]*")
     train, test = load(out)
     assert (len(train), len(test), sorted(set(train.labels))) == (28, 1, [0, 1])
     shards, known, _ = load_streamed(DataConfig(path=str(out), streaming=True), 9, 9)
     assert (shards.count, len(known)) == (4, 9)
-    pretrain(f"--data.path={out}", "--data.streaming=true")
+    pretrain(f"--data.path={out}", "--data.streaming=true", "--run.steps=1")
 
 
-def test_a_broken_off_command_continues(folder, tmp_path, capsys):
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    main(options(folder, whole))
-    main(options(folder, out))
+def test_a_broken_off_command_continues(folder, prepared, tmp_path, capsys):
+    out = shutil.copytree(prepared, tmp_path / "out")
     for number in (1, 3):
         (out / "data" / f"train-{number:05d}-of-00004.parquet").unlink()
     (out / "data" / ".train-00003-of-00004.parquet.partial").write_bytes(b"half")
@@ -106,7 +110,7 @@ def test_a_broken_off_command_continues(folder, tmp_path, capsys):
     main(options(folder, out))
     assert "5 shards, 3 of them there already" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in written_at} == written_at
-    for file in (whole / "data").iterdir():
+    for file in (prepared / "data").iterdir():
         assert file.read_bytes() == (out / "data" / file.name).read_bytes()
 
 

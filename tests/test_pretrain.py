@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from conftest import encoded, picture, read_metrics, title_and_tags, weights_of, without_times
+from conftest import encoded, picture, read_metrics, refused, refused_with, title_and_tags, weights_of, without_times
 from model_inputs import HALVES
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -16,15 +16,23 @@ import mpp
 from mpp.config import Config
 from mpp.config.parsing import parse_saved
 from mpp.data.dataset import ImageDataset
-from mpp.errors import UserError
 from mpp.models.descriptions import EncoderFacts, export_encoder
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.log import read_history
 from mpp.training.loop import TrainingStep
 
+PROBED = ("--run.eval_every=2", "--probe.every=2", "--probe.images=40")
+
 
 def test_a_run_writes_what_it_promises(pretrain, capsys):
-    folder = pretrain("--probe.every=2", "--run.eval_every=2")
+    """With the permissions that the umask gives, weights too, which safetensors writes for their owner only."""
+    before = os.umask(0o002)
+    try:
+        folder = pretrain(*PROBED)
+    finally:
+        os.umask(before)
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in (folder, *folder.rglob("*"))}
+    assert modes == {(False, 0o664), (True, 0o775)}
     assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
         *("config.yaml", "data.json", "metrics.jsonl", "verdict.json", "checkpoints", "encoder", ".lock"),
         "heldout_patches.npz",
@@ -80,24 +88,13 @@ def test_tensorboard_shows_the_resumed_part_and_the_pictures(pretrain, stopped_a
     assert {"config/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
 
 
-def test_files_have_the_permissions_that_the_umask_gives(pretrain):
-    """Weights too, which safetensors writes for their owner only."""
-    before = os.umask(0o002)
-    try:
-        folder = pretrain()
-    finally:
-        os.umask(before)
-    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in (folder, *folder.rglob("*"))}
-    assert modes == {(False, 0o664), (True, 0o775)}
-
-
 def test_a_card_says_that_others_learned_labels(pretrain, finished_run, tmp_path):
     """Of what it began from or was taught by, however many runs ago."""
     facts = EncoderFacts(learned_labels=True)
     export_encoder(mpp.load_encoder(finished_run), tmp_path / "with", 32, *HALVES, 0.875, facts)
-    taught = ("--objective.name=features", f"--objective.teacher={tmp_path / 'with'}")
-    first = pretrain(f"--model.init_from={tmp_path / 'with'}", dir=tmp_path / "first")
-    for folder in (pretrain(f"--model.init_from={first}", dir=tmp_path / "second"), pretrain(*taught)):
+    of_teacher = ("--objective.name=features", f"--objective.teacher={tmp_path / 'with'}")
+    taught = pretrain(*of_teacher, "--run.steps=1", dir=tmp_path / "taught")
+    for folder in (taught, pretrain(f"--model.init_from={taught}", "--run.steps=1")):
         title, tags = title_and_tags(folder / "encoder")
         assert title.endswith(": encoder pre-trained without labels, which builds on an encoder that learned labels")
         assert "self-supervised" not in tags and "mpp" in tags
@@ -108,18 +105,18 @@ def test_learning_happens(pretrain):
     assert losses[60] < losses[10] - 0.5
 
 
-HARD = ("--model.dropout=0.1", "--model.drop_path=0.1", "--data.batch_size=4", "--run.steps=6", "--probe.every=6")
+HARD = ("--model.dropout=0.1", "--model.drop_path=0.1", "--data.batch_size=4", "--run.steps=6", *PROBED)
 
 
 @pytest.mark.parametrize(
-    ("step", "optimizer", "overlay"),
+    "step, optimizer, overlay",
     [
         (1, "muon", None),  # before the first checkpoint
         pytest.param(3, "adam", "rivals/maskfeat", marks=pytest.mark.faults),  # between two
         pytest.param(4, "adam", "rivals/simmim", marks=pytest.mark.faults),  # at one
         pytest.param(5, "muon", "rivals/mae", marks=pytest.mark.faults),  # at the end
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, stopped_at, tmp_path, step, optimizer, overlay):
     arguments = (*HARD, f"--optim.name={optimizer}", *([f"--config={overlay}"] if overlay else []))
@@ -133,8 +130,9 @@ def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, stopped_at, tmp_path
 
 
 def test_dropout_and_seed_matter(pretrain, finished_run, tmp_path):
-    runs = [pretrain(option, dir=tmp_path / option) for option in ("--model.dropout=0.1", "--run.seed=1")]
-    assert len({weights_of(run) for run in (finished_run, *runs)}) == 3
+    options = ("--model.dropout=0.1", "--run.seed=1")
+    runs = [pretrain(option, "--run.steps=1", dir=tmp_path / option) for option in options]
+    assert len({read_metrics(run)[1] for run in (finished_run, *runs)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -147,7 +145,7 @@ def test_a_probe_while_training_changes_nothing(pretrain, tmp_path, monkeypatch,
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend=counted))
     quiet = pretrain(setting, "--run.eval_every=2", dir=tmp_path / "quiet")
     graphs, counted.frame_count = counted.frame_count, 0
-    probed = pretrain(setting, "--run.eval_every=2", "--probe.every=2", dir=tmp_path / "probed")
+    probed = pretrain(setting, *PROBED)
     assert weights_of(probed) == weights_of(quiet) and counted.frame_count == graphs
     assert list(read_metrics(probed, "knn/depth_02")) == [0, 2, 4]  # first the untrained encoder
 
@@ -173,16 +171,16 @@ def test_a_short_runs_warm_up_is_noted_and_resumed(pretrain, stopped_at):
     assert parse_saved(Config, folder / "config.yaml").optim.warmup_steps == 2
     rates = read_metrics(folder, "optim/lr")
     assert [rates[step] for step in (1, 2, 3)] == pytest.approx([0.005, 0.01, 0.01]) and rates[10] < 0.001
-    with pytest.raises(UserError, match=r"cannot continue with this length"):
+    with refused(r"cannot continue with this length"):
         pretrain(*options, "--run.steps=20", without="--optim.warmup")  # the warm-up would be 4 steps of these
-    with pytest.raises(UserError, match=r"run is a run with another config: .*run\.seed"):  # and not of the warm-up
+    with refused(r"run is a run with another config: .*run\.seed"):  # and not of the warm-up
         pretrain("--run.steps=2", "--run.seed=1", without="--optim.warmup")
 
 
 def test_another_config_in_the_same_folder_is_refused(pretrain, trained):
     before = (trained / "config.yaml").read_bytes()
     said = r"corruption\.rate \(0\.5 in the run, 0\.3 now\), optim\.lr \(0\.01 in the run, 0\.5 now\)"
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         pretrain("--optim.lr=0.5", "--corruption.rate=0.3", "--run.steps=5")
     assert (trained / "config.yaml").read_bytes() == before
 
@@ -191,24 +189,23 @@ def test_other_files_are_not_written_over(pretrain, tmp_path):
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("precious")
     for folder in (tmp_path, thesis):
-        with pytest.raises(UserError, match="holds something else"):
+        with refused("holds something else"):
             pretrain(dir=folder)
     assert [*tmp_path.iterdir()] == [thesis]
 
 
 @pytest.mark.parametrize(
-    ("argument", "words"),
+    "argument, words",
     [
-        ("--data.path=/nowhere", ["data.path", "/nowhere"]),
-        ("--corruption.rate=0.01", ["corruption.rate", "of 16 patches"]),
-        ("--objective.grid=3", ["objective.grid", "unless objective.name is grid_color"]),
-        ("--model.name=vit_tiny_patch17_224", ["model.name", "vit_tiny_patch17_224"]),
+        ("--data.path=/nowhere", "data.path | /nowhere"),
+        ("--corruption.rate=0.01", "corruption.rate | of 16 patches"),
+        ("--objective.grid=3", "objective.grid | unless objective.name is grid_color"),
+        ("--model.name=vit_tiny_patch17_224", "model.name | vit_tiny_patch17_224"),
     ],
 )
 def test_bad_input_is_named_before_anything_is_written(pretrain, tmp_path, argument, words):
-    with pytest.raises(ValueError) as error:
+    with refused_with(words):
         pretrain(argument)
-    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -220,32 +217,31 @@ def broken_folder(image_folder):
     return image_folder
 
 
-def test_unreadable_images_are_counted_and_named(pretrain, broken_folder, capsys):
-    folder = pretrain(f"--data.path={broken_folder}", "--data.eval_fraction=0.01")
-    named = (folder / "unreadable.txt").read_text()
-    names = [line.split(": ")[0].split("/")[-1] for line in named.splitlines()]
-    assert sorted(names) == ["broken0.png", "broken1.png", "broken2.png"]  # each once
-    assert read_metrics(folder, "unreadable")[4] == 3
-    assert "broken1.png: no image file of a known sort" in capsys.readouterr().err
-
-
-def test_names_that_are_not_utf_8_are_listed_once(pretrain, stopped_at, broken_folder, monkeypatch):
-    """Also after a restart, which knows them by what it wrote."""
-    monkeypatch.setattr(ImageDataset, "image_name", lambda self, index: os.fsdecode(b"caf\xe9.png"))
+def test_unreadable_images_are_counted_and_named_once(pretrain, stopped_at, broken_folder, monkeypatch, capsys):
+    """Also after a restart, which knows them by what it wrote, and by names that are not UTF-8."""
+    name_of = ImageDataset.image_name
+    is_no_utf_8 = os.fsdecode(b"caf\xe9.png")
+    monkeypatch.setattr(
+        ImageDataset, "image_name", lambda self, index: name_of(self, index).replace("broken2.png", is_no_utf_8)
+    )
     options = (f"--data.path={broken_folder}", "--data.eval_fraction=0.01")
     stopped_at(3, *options)
-    lines = (pretrain(*options) / "unreadable.txt").read_text(encoding="utf-8").splitlines()
-    assert lines == ["caf\\udce9.png: no image file of a known sort"]
+    folder = pretrain(*options)
+    lines = sorted(line.split("/")[-1] for line in (folder / "unreadable.txt").read_text().splitlines())
+    names = ("broken0.png", "broken1.png", "caf\\udce9.png")
+    assert lines == [f"{name}: no image file of a known sort" for name in names]
+    assert read_metrics(folder, "unreadable")[4] == 3
+    assert lines[1] in capsys.readouterr().err
 
 
 def test_most_images_unreadable_is_an_error(pretrain, broken_folder):
     for number in range(3, 40):
         (broken_folder / "cat" / f"broken{number}.png").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"of the last \d+ images cannot be decoded, such as .*broken"):
+    with refused(r"of the last \d+ images cannot be decoded, such as .*broken"):
         pretrain(f"--data.path={broken_folder}")
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [("loss", "muon"), ("loss", "adam"), ("gradient", "muon")])
+@pytest.mark.parametrize("kind, optimizer", [("loss", "adam"), ("gradient", "muon")])
 def test_what_is_not_finite_is_named_and_saves_nothing_of_it(pretrain, tmp_path, monkeypatch, kind, optimizer):
     """It is noticed before the checkpoint after step 4, or the evaluation after step 5; the run resumes before it."""
     add_pass = TrainingStep.add_pass
@@ -259,8 +255,8 @@ def test_what_is_not_finite_is_named_and_saves_nothing_of_it(pretrain, tmp_path,
         add_pass(self, batch)
         hook.remove()
 
-    arguments = ("--run.steps=10", "--run.log_every=10", "--run.eval_every=5", "--objective.name=pixels")
-    arguments += (f"--optim.name={optimizer}",)
+    arguments = (f"--optim.name={optimizer}", "--run.steps=6", "--run.log_every=6", "--run.eval_every=5")
+    arguments += ("--objective.name=pixels",)
     with monkeypatch.context() as patch:
         patch.setattr(TrainingStep, "add_pass", poisoned)
         for when in ("--run.checkpoint_every=2", "--run.checkpoint_every=99"):  # saved next, and evaluated next
@@ -270,7 +266,7 @@ def test_what_is_not_finite_is_named_and_saves_nothing_of_it(pretrain, tmp_path,
     (checkpoint,) = complete_checkpoints(tmp_path / "run")
     assert checkpoint.name == "step_00000002"
     assert all(tensor.isfinite().all() for tensor in load_file(checkpoint / "model.safetensors").values())
-    assert read_metrics(pretrain(*arguments))[10] > 0
+    assert read_metrics(pretrain(*arguments))[6] > 0
 
 
 def test_images_smaller_than_the_crop_and_one_pixel_are_fine(pretrain, tmp_path):

@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,13 +22,14 @@ from mpp.runtime import start
 from mpp.runtime.start import run_main
 from mpp.training.checkpoint import newest_step
 
+pytestmark = pytest.mark.faults
 
-def same(one: Path, other: Path, *keys: str) -> None:
+
+def same(one, other, *keys):
     """Both runs logged the same."""
     close(other, one, "accuracy", "heldout/loss", *keys, abs=1e-4)
 
 
-@pytest.mark.faults
 def test_two_processes_are_one_run(tmp_path, pretrain):
     """Whole, a probe and a loader process each too; 61 held-out images, four at a time, leave an uneven last batch."""
     arguments = ("--run.steps=10", "--data.workers=1", "--probe.every=10", "--data.eval_images=61")
@@ -43,13 +43,12 @@ def test_two_processes_are_one_run(tmp_path, pretrain):
         assert list(theirs) == [0, 10] and ours == pytest.approx(theirs, abs=0.02)  # of 61 one may be a tie
 
 
-def own_images(folder: Path) -> None:
+def own_images(folder):
     """Each process has a copy of the images, as nodes have that copied them to their own disks."""
     load = mpp.pretrain.load_image_datasets
     mpp.pretrain.load_image_datasets = lambda data: load(replace(data, path=f"{folder}/{os.environ['RANK']}/images"))
 
 
-@pytest.mark.faults
 def test_nodes_that_see_other_images_are_refused(tmp_path):
     for rank, count in ((0, 20), (1, 19)):
         write_pictures(tmp_path / str(rank) / "images", count)
@@ -60,7 +59,7 @@ def test_nodes_that_see_other_images_are_refused(tmp_path):
     assert two.said.count("images or weights: train: images was 19, is 18;") == 2, two.said
 
 
-def drift(step: int) -> None:
+def drift(step):
     """On the second of two processes, a weight changes its last bit before this step, as by a fault of its memory."""
 
     def act(update):
@@ -71,7 +70,6 @@ def drift(step: int) -> None:
     at_update(step, act)
 
 
-@pytest.mark.faults
 def test_processes_whose_weights_drift_apart_save_nothing(tmp_path):
     start = partial(begin, tmp_path / "run", "--run.steps=6", processes=2)
     run = start(prepare=partial(drift, 3))
@@ -81,16 +79,13 @@ def test_processes_whose_weights_drift_apart_save_nothing(tmp_path):
     finish(start())
 
 
-@pytest.mark.faults
 def test_three_processes_share_the_default_batch(tmp_path, pretrain):
     """The front page's first command on a machine of three GPUs: 64 images are 21, 21 and 22."""
     arguments = tiny_without("--optim.global_batch_size")
     finish(Command("pretrain", *arguments, f"--run.dir={tmp_path / 'three'}", processes=3))
-    one = pretrain(without="--optim.global_batch_size")
-    same(one, tmp_path / "three", "optim/grad_norm")
+    same(pretrain(without="--optim.global_batch_size"), tmp_path / "three", "optim/grad_norm")
 
 
-@pytest.mark.faults
 def test_supervised_training_is_one_run_on_two_processes(tmp_path):
     mixed = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--data.batch_size=4")
     arguments = [*tiny_without("--probe"), *mixed]
@@ -99,8 +94,7 @@ def test_supervised_training_is_one_run_on_two_processes(tmp_path):
     same(tmp_path / "one", tmp_path / "two", "heldout/accuracy")
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize(("name", "options"), [("pretrain", ["--probe.every=1"]), ("supervised", [])])
+@pytest.mark.parametrize("name, options", [("pretrain", ["--probe.every=1"]), ("supervised", [])])
 def test_a_process_without_a_held_out_image_is_fine(tmp_path, name, options):
     arguments = [*options, "--run.steps=1", "--data.eval_images=1", f"--run.dir={tmp_path / 'run'}"]
     finish(Command(name, *tiny_without("--probe"), *arguments, processes=2))
@@ -119,7 +113,6 @@ def note_means(folder):
     Classification.evaluate = noted
 
 
-@pytest.mark.faults
 def test_processes_judge_the_batch_norm_that_is_exported(tmp_path):
     """Each process has running means of its own images; those of the main process are exported."""
     options = ["--model.name=test_resnet", "--model.img_size=64", "--run.steps=2", f"--run.dir={tmp_path / 'run'}"]
@@ -129,19 +122,16 @@ def test_processes_judge_the_batch_norm_that_is_exported(tmp_path):
     assert torch.equal(*means) and means[0].abs().sum() > 0
 
 
-@pytest.mark.faults
 def test_the_config_of_two_machines_on_one_host(pretrain, tmp_path):
     """As on two nodes, with a process each in place of eight."""
     config = ("--config_file", "configs/accelerate/gpu_2x8.yaml", "--num_processes", "2")
     config += ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
     environments = launched(tmp_path / "launched", *((*config, "--machine_rank", str(rank)) for rank in range(2)))
     assert [each["LOCAL_RANK"] for each in environments] == ["0", "0"]
-    two = finish(begin(tmp_path / "two", "--run.steps=3", environments=environments))
-    assert "2 processes on cpu" in two.said
+    assert "2 processes on cpu" in finish(begin(tmp_path / "two", "--run.steps=3", environments=environments)).said
     close(tmp_path / "two", pretrain("--run.steps=3"), abs=1e-4)
 
 
-@pytest.mark.faults
 def test_two_processes_extract_the_same(tmp_path):
     arguments = ["--encoder=test_vit", "--random=true", "--img_size=32", "--precision=fp32"]
     arguments += ["--data.train_images=101", "--data.workers=0"]
@@ -155,7 +145,7 @@ def test_two_processes_extract_the_same(tmp_path):
             assert found == expected
 
 
-def join_alone(port: int, said: Path) -> None:
+def join_alone(port, said):
     """The first of two processes, of which the other ended before it joined."""
     sys.stderr = said.open("w")
     start.TRAINING_TIMEOUT = timedelta(seconds=2)
@@ -164,7 +154,6 @@ def join_alone(port: int, said: Path) -> None:
     run_main(lambda: start.start(RunConfig()))
 
 
-@pytest.mark.faults
 def test_a_process_whose_peers_do_not_join_gives_up(tmp_path):
     process = context.Process(target=join_alone, args=(free_port(), tmp_path / "said"))
     process.start()

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from conftest import CUT, dataset_of, encoded, picture, put_picture, refused
+from conftest import CUT, dataset_of, encoded, picture, refused, tiny_without, write_classes
 from test_run_images import FAST
 
 from evaluation import fewshot, supervised
@@ -12,11 +12,7 @@ from evaluation.frozen.run_images import check_labels_unseen
 from mpp.config import SourceConfig
 from mpp.data.sources import load_image_datasets
 
-ONE_STEP = (
-    *("--run.steps=1", "--run.threads=1", "--run.report=false", "--data.workers=0"),
-    *("--optim.global_batch_size=4", "--optim.warmup_steps=0"),
-    *("--model.width=16", "--model.depth=1", "--model.img_size=16"),
-)
+ONE_STEP = (*tiny_without("--probe"), "--run.steps=1")
 
 
 @pytest.fixture
@@ -77,8 +73,7 @@ def test_where_images_have_changed_since_what_was_learned_is_unknown(supervised_
     """The cut of more images is another one: it says nothing of those that were learned."""
     check_labels_unseen(*evaluated_on(supervised_run, image_folder))
     assert "is unknown" not in capsys.readouterr().err
-    for number in range(12, 24):
-        put_picture(image_folder / "cat" / f"{number:02d}.png", number)
+    write_classes(image_folder, 12, first=12)
     check_labels_unseen(*evaluated_on(supervised_run, image_folder))
     said = capsys.readouterr().err
     assert f"warning: {supervised_run} was trained with labels of images at data.path {image_folder}" in said
@@ -114,8 +109,6 @@ def test_test_images_whose_labels_were_learned_are_refused(supervised_run, image
     continued = [*ONE_STEP, *other_cut, f"--run.dir={tmp_path / 'second'}", f"--model.init_from={supervised_run}"]
     with refused(rf"encoder is {supervised_run}.*was {learned}"):
         supervised.main(continued)
-    built_on = pretrain(
-        *ONE_STEP, *other_cut, f"--model.init_from={weights}", "--model.heads=4", dir=tmp_path / "began"
-    )
+    built_on = pretrain(*other_cut, f"--model.init_from={weights}", "--run.steps=1")
     with refused(rf"encoder is {built_on}, which builds on {weights}, which was {learned}"):
         fewshot.main([f"--encoder={built_on}", *FAST])

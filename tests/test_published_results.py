@@ -37,6 +37,7 @@ CONFIG_CLASSES = {
 }
 SWEEPS = [file for file in CONFIGS if file.parent.name == "sweep"]
 COMPARISONS = [file for file in CONFIGS if file.parent.name == "compare"]
+PUBLISHED = sorted(RESULTS.glob("*/results.json"))
 PAGES = {
     "when_it_pays": ["cifar10"],
     "rivals": ["rivals_cifar10", "rates_cifar10"],
@@ -64,7 +65,7 @@ def test_config_files_parse_and_say_command_time_and_result(path):
     assert "TIME" not in header and "RESULT" not in header  # placeholders
 
 
-@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", COMPARISONS, ids=str)
 def test_every_case_of_a_comparison_file_parses(path):
     config = parse(CompareConfig, ["--config", str(path)])
     assert any(entry.get("random") for entry in config.encoders)  # always beside random weights
@@ -88,7 +89,7 @@ def test_vtab_has_its_19_tasks_in_three_groups():
     assert all(task["options"]["data.train_images"] == 1000 for task in tasks)
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results.json")), ids=str)
+@pytest.mark.parametrize("path", PUBLISHED, ids=str)
 def test_published_results_are_found_by_their_digests(path):
     """So `extends` computes none of them again. Those of sweeps have other names there."""
     cases = cases_in(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml")
@@ -104,11 +105,11 @@ def test_published_results_are_found_by_their_digests(path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("name", [path.parent.name for path in sorted(RESULTS.glob("*/results.json"))])
-def test_published_tables_come_out_of_their_results(name, tmp_path):
+@pytest.mark.parametrize("path", PUBLISHED, ids=str)
+def test_published_tables_come_out_of_their_results(path, tmp_path):
     """But for the last digits of differences' intervals, which other versions of the libraries draw in other ways."""
-    write_tables(name, tmp_path)
-    written, published = (lines_of(folder / "table.md") for folder in (tmp_path, RESULTS / name))
+    write_tables(path.parent.name, tmp_path)
+    written, published = (lines_of(folder / "table.md") for folder in (tmp_path, path.parent))
     assert written == published
 
 
@@ -128,11 +129,11 @@ def digests_of_sweeps(name):
     return digests
 
 
-@pytest.mark.parametrize("page, comparisons", PAGES.items(), ids=PAGES)
-def test_a_page_says_what_was_measured(page, comparisons):
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_was_measured(page):
     """A row of its tables has an encoder's accuracies, in order; or, below learning rates, a method's."""
     published = {}
-    for name in comparisons:
+    for name in PAGES[page]:
         published |= {(name, encoder): accuracies for encoder, accuracies in published_accuracies(name).items()}
     text = (RESULTS / f"{page}.md").read_text().replace("**", "")
     tables = TABLE.findall(text)
@@ -228,10 +229,9 @@ def are_of_a_method(cells, headings, published, methods):
     return False
 
 
-@pytest.mark.parametrize("page", [RESULTS / "when_it_pays.md", ROOT / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [RESULTS / "when_it_pays.md", ROOT / "README.md"], ids=str)
 def test_the_answer_in_words_says_what_was_measured(page):
-    paragraphs = page.read_text().split("\n\n")
-    (answer,) = (paragraph for paragraph in paragraphs if paragraph.startswith("**On CIFAR-10 "))
+    (answer,) = (paragraph for paragraph in page.read_text().split("\n\n") if paragraph.startswith("**On CIFAR-10 "))
     shown = ACCURACY.findall(answer.replace("\n", " "))
     measured = {accuracy for of_encoder in published_accuracies("cifar10").values() for accuracy in of_encoder.values()}
     assert len(shown) >= 3 and set(shown) <= measured

@@ -13,13 +13,7 @@ from conftest import CUT, encoded, picture, put_picture, read_json, refused, wri
 from PIL import Image
 
 from evaluation import fewshot, finetune, knn
-from evaluation.config import (
-    FewshotConfig,
-    FinetuneConfig,
-    KnnConfig,
-    LinearConfig,
-    SegmentationConfig,
-)
+from evaluation.config import FewshotConfig, FinetuneConfig, KnnConfig, LinearConfig, SegmentationConfig
 from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import load_images_of, parse_and_load
 from mpp.data import sources
@@ -36,7 +30,7 @@ def own_images(run, *words):
 def of_a_relative_path(pretrain, image_folder, tmp_path, monkeypatch):
     """A run that was given its images as `images`, from the folder where these are."""
     monkeypatch.chdir(tmp_path)
-    return pretrain("--data.path=images", *CUT, "--data.cut_seed=3")
+    return pretrain("--data.path=images", *CUT, "--data.cut_seed=3", "--run.steps=1")
 
 
 def test_fine_tuning_shows_images_as_the_run_did(tmp_path):
@@ -79,7 +73,8 @@ def test_reports_on_other_images_and_by_other_settings_are_named_after_them(tmp_
 
 
 def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, capsys):
-    folder = pretrain(f"--data.path={image_folder}", *CUT, "--data.cut_seed=3", "--data.train_images=8")
+    cut = (*CUT, "--data.cut_seed=3", "--data.train_images=8")
+    folder = pretrain(f"--data.path={image_folder}", *cut, "--run.steps=1")
     capsys.readouterr()
     report = fewshot.main([f"--encoder={folder}", *FAST])
     printed = capsys.readouterr().out
@@ -92,7 +87,7 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, capsys):
         others = own_images(folder, f"--data.path={given}")
         assert (others.path, others.cut_seed) == (path, 0)
     assert own_images("floor:pixels") == FewshotConfig().data
-    steps = own_images(folder / "checkpoints" / "step_00000004" / "model.safetensors")
+    steps = own_images(folder / "checkpoints" / "step_00000001" / "model.safetensors")
     assert (steps.path, steps.cut_seed) == (str(image_folder), 3)
 
 
@@ -114,7 +109,7 @@ def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_p
 
 
 def test_a_run_is_evaluated_on_its_own_images_from_any_folder(of_a_relative_path, image_folder, tmp_path, monkeypatch):
-    """Also where the folder has others of this name."""
+    """Also where the folder has others of this name. Others in their place are refused."""
     shutil.copytree(image_folder / "cat", tmp_path / "elsewhere" / "images" / "cat")
     monkeypatch.chdir(tmp_path / "elsewhere")
     images = own_images(of_a_relative_path)
@@ -122,8 +117,6 @@ def test_a_run_is_evaluated_on_its_own_images_from_any_folder(of_a_relative_path
     others = replace(KnnConfig().data, path="images")
     assert report_suffix(KnnConfig.of(encoder=str(of_a_relative_path), data=others)) != ""
 
-
-def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path, image_folder):
     put_picture(new := image_folder / "cat" / "00.png", 99)
     with refused(rf"{image_folder} no longer holds the images of {of_a_relative_path}"):
         fewshot.main([f"--encoder={of_a_relative_path}", *FAST])

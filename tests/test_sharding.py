@@ -4,17 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import ADAM, TINY, close, exported, launched, read_metrics, refused, tiny_without
+from conftest import ADAM, TINY, close, exported, launched, read_metrics, tiny_without
 from conftest import same as same_bits
-from model_inputs import small_vit
 from server import Command, begin, die_at, finish, was_killed
-from torch.distributed.fsdp import fully_shard
 
-from mpp.config import OptimConfig, RunConfig
-from mpp.runtime.processes import check_sharding
-from mpp.training.checkpoint import load_checkpoint, newest_step, save_checkpoint, snapshot
-from mpp.training.optim import build_optimizer
-from mpp.training.parallel import sharding_units
+from mpp.training.checkpoint import newest_step
+
+pytestmark = pytest.mark.faults
 
 TEN = ("--model.depth=3", "--run.steps=10", "--run.checkpoint_every=5", "--run.eval_every=5")
 
@@ -31,7 +27,6 @@ def same(one, other, tolerance=1e-5):
     assert len(read_metrics(one)) == 10
 
 
-@pytest.mark.faults
 def test_ten_losses_are_those_of_one_process(tmp_path, pretrain):
     """Adam with accumulation, an average, a probe, and gradients that are clipped hard; Muon."""
     runs = {
@@ -39,8 +34,7 @@ def test_ten_losses_are_those_of_one_process(tmp_path, pretrain):
         "muon": (*TEN, "--optim.name=muon", "--optim.lr=1e-2", "--model.activation_checkpointing=true"),
     }
     runs["adam"] += ("--probe.every=5", "--probe.images=60")
-    shards = shard_all(tmp_path / "shards", runs)
-    assert "sharded (FSDP2)" in shards.said
+    assert "sharded (FSDP2)" in shard_all(tmp_path / "shards", runs).said
     for name, options in runs.items():
         ours, theirs = tmp_path / "shards" / name, pretrain(*options, dir=tmp_path / "one" / name)
         same(ours, theirs)
@@ -49,7 +43,6 @@ def test_ten_losses_are_those_of_one_process(tmp_path, pretrain):
     assert len(probed[0]) == 3 and probed[0] == pytest.approx(probed[1], rel=1e-3)
 
 
-@pytest.mark.faults
 def test_gradients_that_travel_in_bf16_are_close_and_not_as_close_as_float32(tmp_path, pretrain):
     """Of copies; of shards: tests/test_collectives.py."""
     finish(begin(tmp_path / "bf16", *TEN, *ADAM, "--run.reduction=bf16", processes=2))
@@ -57,7 +50,6 @@ def test_gradients_that_travel_in_bf16_are_close_and_not_as_close_as_float32(tmp
     assert found == pytest.approx(expected, abs=0.02) and found != pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("options", [ADAM, ("--optim.name=muon",)], ids=["adam", "muon"])
 def test_three_processes_that_are_killed_end_with_the_same_bits(tmp_path, options):
     """Ten rows on three processes are 4, 4 and 2; one row is the first one's alone."""
@@ -71,7 +63,6 @@ def test_three_processes_that_are_killed_end_with_the_same_bits(tmp_path, option
     same_bits(killed, whole)
 
 
-@pytest.mark.faults
 def test_a_run_goes_on_in_another_layout(tmp_path, pretrain, stopped_at):
     """One process, then two with shards, then two with copies, then one: the losses of one process all the way."""
     words = ("--run.steps=10", "--run.checkpoint_every=1", "--optim.average=0.9")
@@ -92,7 +83,6 @@ BF16 = {
 }
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("kind", BF16)
 def test_bf16_shards_compute_what_copies_do(tmp_path, kind):
     """Each product is that of copies under autocast. Only gradients are added up in another order."""
@@ -113,7 +103,6 @@ KINDS = {
 }
 
 
-@pytest.mark.faults
 def test_every_kind_of_encoder_can_be_sharded(tmp_path, pretrain):
     shard_all(tmp_path / "shards", {name: ("--run.steps=2", *options) for name, options in KINDS.items()})
     for name, options in KINDS.items():
@@ -121,9 +110,8 @@ def test_every_kind_of_encoder_can_be_sharded(tmp_path, pretrain):
         close(tmp_path / "shards" / name, one, "optim/grad_norm", "heldout/loss", abs=1e-4)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
-    ("module", "options"),
+    "module, options",
     [
         ("supervised", ("--model.name=test_resnet", "--model.img_size=64")),
         ("contrastive", ("--model.width=16", "--model.img_size=32")),
@@ -138,9 +126,8 @@ def test_supervised_and_contrastive_training_too(tmp_path, module, options):
     close(tmp_path / "shards", tmp_path / "copies", "heldout/loss", "heldout/accuracy", abs=1e-4)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
-    ("name", "processes", "says"),
+    "name, processes, says",
     [
         ("gpu_1", 1, "1 process on cpu"),
         ("cpu_2", 2, "2 processes on cpu, 1 CPU thread each, bf16 (run.precision)\n"),
@@ -153,43 +140,3 @@ def test_the_configs_of_one_machine(tmp_path, name, processes, says):
     run = finish(begin(tmp_path / "run", "--run.steps=1", "--run.precision=bf16", environments=environments))
     assert len(environments) == processes and says in run.said, run.said
     assert {tensor.dtype for tensor in exported(tmp_path / "run").values()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        ("FSDP_VERSION", "1", r"fsdp_version is 1; it must be 2 \(--fsdp_version 2\)"),
-        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params is true; it must be false"),
-    ],
-)
-def test_what_is_not_there_is_refused(monkeypatch, variable, value, message):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    check_sharding(RunConfig())
-    monkeypatch.setenv(variable, value)
-    with refused(message):
-        check_sharding(RunConfig())
-
-
-def sharded_vit():
-    model = small_vit()
-    for block in sharding_units(model):
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def test_a_snapshot_is_the_same_file_sharded_or_not(group_of_one, tmp_path):
-    states = {}
-    for kind, build in (("shards", sharded_vit), ("copy", small_vit)):
-        model = build()
-        optimizer = build_optimizer(model, OptimConfig(name="adam"))
-        model(torch.ones(1, 3, 32, 32))[:, 0].sum().backward()
-        optimizer.step()
-        states[kind] = save_checkpoint(tmp_path / kind, 1, snapshot(model, optimizer))
-        assert not any(snapshot(model, optimizer, wanted_here=False).values()) or kind == "copy"
-        other = build()
-        its = build_optimizer(other, OptimConfig(name="adam"))
-        assert load_checkpoint(states[kind], other, its) == 1
-        states[f"{kind} again"] = save_checkpoint(tmp_path / f"{kind}_again", 1, snapshot(other, its))
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        assert len({(folder / file).read_bytes() for folder in states.values()}) == 1

@@ -9,33 +9,32 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from colours import load, splits_of
-from conftest import dataset_of, encoded, picture, refused, views_of
+from conftest import dataset_of, encoded, picture, refused, refused_with, views_of
 from image_files import unreadable, write_tar
 
 from mpp.config import DataConfig, ImagesConfig, SourceConfig
 from mpp.data.columns import read_cell
-from mpp.data.dataset import ImageDataset
 from mpp.data.overview import warn_of_labels
 from mpp.data.remote import announce_hub_lookup
 from mpp.data.sources import find_held_out_split, image_arguments, load_image_datasets
 from mpp.runtime.randomness import FIXED_VIEW
 
 
-def rows(count: int = 12, column: str = "image", **more: list) -> datasets.Dataset:
+def rows(count=12, column="image", **more):
     """Images of 40 x 48 pixels, and other columns."""
     images = [encoded(picture(number)) for number in range(count)]
     return dataset_of(images, **more).rename_columns({"image": column})
 
 
-def names_of(dataset: ImageDataset) -> list[str]:
+def names_of(dataset):
     return [dataset.image_name(index) for index in range(len(dataset))]
 
 
-def sizes_of_splits(folder: Path) -> dict[str, int]:
+def sizes_of_splits(folder):
     return {name: split.num_rows for name, split in splits_of(folder).items()}
 
 
-def write_card(folder: Path, **paths: str) -> None:
+def write_card(folder, **paths):
     """A dataset card that declares splits: split -> pattern of its files."""
     files = [f"{{split: {split}, path: '{path}'}}" for split, path in paths.items()]
     (folder / "README.md").write_text(
@@ -75,7 +74,7 @@ def test_a_folder_of_images_is_cut_and_chosen_from_by_seeds(image_folder, capsys
         one.cut(0.1, 0, "held out")
 
 
-def write_arrow_file(path: Path) -> Path:
+def write_arrow_file(path):
     """In arrow's format of files, which is not the one of `datasets`."""
     table = rows().with_format("arrow")[:]
     with pa.ipc.new_file(path / "a.arrow", table.schema) as written:
@@ -187,15 +186,14 @@ def test_tar_shards_of_a_card_are_read_indexed_and_streamed(tmp_path, capsys):
     write_tar(tmp_path / "data" / "x-0-of-2.tar", members)
     write_card(tmp_path, train="data/*.tar")
     for streaming in (False, True):
-        rows = splits_of(tmp_path, streaming)["train"]
-        assert [row["label"] for row in rows] == ["owl", None]
+        assert [row["label"] for row in splits_of(tmp_path, streaming)["train"]] == ["owl", None]
     assert f"data.path {tmp_path}: 1 of 2 shards are there of x:" in capsys.readouterr().err
 
 
 # --- tables that contradict each other ---
 
 
-def owls_and_cats(names: list[str], **more: list) -> datasets.Dataset:
+def owls_and_cats(names, **more):
     """Four images, owls and cats in turn, with classes that are declared in this order."""
     labels = [names.index("owl"), names.index("cat")] * 2
     return rows(4, label=labels, **more).cast_column("label", datasets.ClassLabel(names=names))
@@ -247,9 +245,8 @@ def test_bad_sources_are_named_in_a_line(tmp_path, settings, words):
     for name in ("pointer.parquet", "carded/a.parquet"):
         (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345678\n")
     path = settings.get("path", "a.parquet")
-    with refused() as error:
+    with refused_with(words):
         load_image_datasets(DataConfig(**settings | {"path": path and str(tmp_path / path)}))
-    assert all(word in str(error.value) for word in words.split(" | "))
 
 
 # --- the hub ---

@@ -5,14 +5,13 @@ import shutil
 import tarfile
 from dataclasses import replace
 from itertools import islice, product, zip_longest
-from pathlib import Path
 from typing import NamedTuple
 
 import datasets
 import fsspec
 import pytest
-import torch
 from conftest import Killed, dataset_of, encoded, picture, read_metrics, refused
+from torch.testing import assert_close
 
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data import shards
@@ -37,12 +36,12 @@ class Seen(NamedTuple):
     corrupted: list[int]  # positions
 
 
-def image_of(shard: int, row: int) -> bytes:
+def image_of(shard, row):
     """A file of 16 x 16 pixels."""
     return encoded(picture(100 * shard + row, (16, 16)))
 
 
-def rows_of(shard: int) -> datasets.Dataset:
+def rows_of(shard):
     """Eleven images of a shard; their labels tell them apart. Their masks and captions are not to be read."""
     rows = dataset_of([image_of(shard, row) for row in range(ROWS)], label=range(shard * ROWS, shard * ROWS + ROWS))
     masks = dataset_of([b"broken"] * ROWS, caption=["a"] * ROWS).rename_column("image", "mask")
@@ -59,7 +58,7 @@ def parquet(tmp_path_factory):
     return folder
 
 
-def stream(folder, rank=0, processes=1, workers=1, block=4) -> StreamedBatches:
+def stream(folder, rank=0, processes=1, workers=1, block=4):
     """Batches of two images."""
     data = DataConfig(path=str(folder), streaming=True, workers=workers, shuffle_block=block, image_column="image")
     shards, _, _ = load_streamed(data, 5, 5)
@@ -67,7 +66,7 @@ def stream(folder, rank=0, processes=1, workers=1, block=4) -> StreamedBatches:
     return StreamedBatches(views, BatchLayout(2 * processes, 1, processes, rank), 0, 1000, {}, max(1, workers))
 
 
-def read(batches: StreamedBatches, worker: int, count: int, cursor: Cursor = START):
+def read(batches, worker, count, cursor=START):
     """The samples that a worker reads from `cursor` on, and the cursor after them."""
     seen = []
     for sample, after in islice(batches.samples(worker, cursor), count):
@@ -112,8 +111,7 @@ def test_batches_have_the_images_of_their_forward_pass(parquet):
     whole = list(StreamedBatches(views, layout, 0, 4, {}, 1))
     assert [len(batch.indices) for batch in whole] == [1, 2] * 4
     cursors = {0: whole[3].cursor.tolist()[1:]}
-    resumed = list(StreamedBatches(views, layout, 2, 4, cursors, 1))
-    assert [batch.indices.tolist() for batch in resumed] == [batch.indices.tolist() for batch in whole[4:]]
+    assert_close(list(StreamedBatches(views, layout, 2, 4, cursors, 1)), whole[4:])
     assert len(list(StreamedBatches(views, layout, 1, 4, {}, 2))) == 3  # this process's worker reads every second
 
 
@@ -140,9 +138,7 @@ def test_batches_come_from_workers_in_turn_and_resume(parquet, workers):
         for batch in whole[:stop]:
             worker, *cursor = batch.cursor.tolist()
             cursors[worker] = cursor
-        resumed = list(streaming_loader(views, layout, stop, 40, cursors))
-        assert [batch.indices.tolist() for batch in resumed] == [batch.indices.tolist() for batch in whole[stop:]]
-        assert torch.equal(resumed[0].images, whole[stop].images)
+        assert_close(list(streaming_loader(views, layout, stop, 40, cursors)), whole[stop:])
 
 
 def test_without_a_held_out_split_some_shards_are_held_out(parquet):
@@ -228,7 +224,7 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def load(folder: Path, probed: int = 8, **settings):
+def load(folder, probed=8, **settings):
     """The numbers of the images that are kept: to train on, and held-out ones."""
     _, *kept = load_streamed(DataConfig(path=str(folder), streaming=True, **settings), probed, 4)
     assert all(images.encoded(0, DataConfig()) for images in kept)

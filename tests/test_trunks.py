@@ -76,8 +76,7 @@ def test_branches_of_a_comparison_that_is_killed_have_the_rows_and_bits_of_separ
     shutil.rmtree(tmp_path / "trunk_0")
     branched = small.compare()
     assert not (tmp_path / "trunk_0" / "config.yaml").exists()
-    alone = separate(small, tmp_path).compare()
-    assert without_times(branched["results"]) == without_times(alone["results"])
+    assert without_times(branched["results"]) == without_times(separate(small, tmp_path).compare()["results"])
     assert list(branched["summary"]["curve"]) == [f"{steps} steps" for steps in LENGTHS]
     for steps in LENGTHS:
         branch, other = tmp_path / f"of_{steps}_0", tmp_path / f"alone_{steps}_0"
@@ -111,8 +110,7 @@ def encoders_in(small):
 
 
 def test_a_branch_of_itself_is_refused(small, tmp_path):
-    itself = branches(tmp_path)[0]
-    small.config["encoders"] = [itself | {"encoder": f"{tmp_path}/trunk_{{seed}}"}]
+    small.config["encoders"] = [branches(tmp_path)[0] | {"encoder": f"{tmp_path}/trunk_{{seed}}"}]
     with refused("trunk_0 would be made from itself"):
         encoders_in(small)
 
