@@ -83,15 +83,6 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_cache_at_home():
-    """What `datasets` keeps is in HF_HOME, which was another when this file imported it.
-
-    Each run on a folder of images looks through all listings: thousands, at the home of who is killed often.
-    """
-    datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_HOME"]) / "datasets"
-
-
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
     """Accelerate keeps its state in the process: every test starts without, and with one thread.
@@ -389,7 +380,7 @@ def wait_until(condition, poll: float = 0.02, of=None) -> None:
 @pytest.fixture
 def tally(record_property):
     """tally(what, times): faults that were survived, for the table at the end."""
-    return lambda what, times: record_property("survived", (what, times))
+    return lambda what, times=1: record_property("survived", (what, times))
 
 
 def pytest_terminal_summary(terminalreporter):

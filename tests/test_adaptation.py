@@ -213,7 +213,7 @@ def test_an_average_begins_when_a_weight_is_first_trained():
             assert torch.equal(layer.weight, weight)
 
 
-@pytest.mark.parametrize(("frozen", "optimizer"), [(3, "muon"), (2, "adam"), (2, "sgd")])
+@pytest.mark.parametrize("frozen, optimizer", [(3, "muon"), (2, "adam"), (2, "sgd")])
 def test_frozen_steps_leave_the_bits_of_the_encoder(pretrain, finished_run, monkeypatch, frozen, optimizer):
     """And train the head; the first step after them trains the encoder."""
     heads, same = [], []

@@ -64,7 +64,7 @@ def test_the_whole_is_one_graph_to_the_compiler():
 
 
 @pytest.mark.parametrize(
-    ("width", "depth", "decoder"),
+    "width, depth, decoder",
     [(768, 12, (512, 8, 16)), (1024, 24, (512, 8, 16)), (96, 4, (64, 3, 2)), (16, 1, (32, 1, 1))],
 )
 def test_a_decoder_is_maes_or_as_large_in_proportion(width, depth, decoder):

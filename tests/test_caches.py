@@ -151,4 +151,4 @@ def test_a_home_that_cannot_be_written_is_one_line(monkeypatch, tmp_path, words,
     error = ended.stderr.strip().splitlines()[-1]
     assert ended.returncode == 2 and error.startswith("error: "), ended.stderr
     assert f"'{home}/" in error and "Traceback" not in ended.stderr
-    tally("a home that cannot be written", 1)
+    tally("a home that cannot be written")

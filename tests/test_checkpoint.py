@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert f"({name})" in output.err or damage == "deleted" or name == "state.json"
     assert weights_of(trained) == weights_of(finished_run)
     assert not damaged_files(file.parent) and not Path("run by a pickle").exists()
-    tally(f"a checkpoint: {damage}", 1)
+    tally(f"a checkpoint: {damage}")
 
 
 def test_a_checkpoint_that_is_being_written_is_not_there(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def test_a_model_that_cannot_be_compiled_is_trained_to_the_same_bits(pretrain, f
     assert parse_saved(Config, run / "config.yaml").run.compile is True
 
 
-@pytest.mark.parametrize(("step", "given"), [(1, "auto"), (3, "auto"), (3, "true")])  # 1: before the first checkpoint
+@pytest.mark.parametrize("step, given", [(1, "auto"), (3, "auto"), (3, "true")])  # 1: before the first checkpoint
 def test_a_run_that_began_compiled_goes_on_so_if_told(pretrain, stopped_at, tmp_path, monkeypatch, step, given):
     stopped_at(step)
     config = tmp_path / "run" / "config.yaml"

@@ -164,4 +164,4 @@ def test_a_run_of_umlauts_where_all_is_ascii(tmp_path, environment, tally):
     assert ended.returncode == 0, ended.stderr[-3000:]
     listed = (tmp_path / "läufe" / "unreadable.txt").read_text(encoding="utf-8")
     assert "über/ß.png" in listed or "Ähre/ß.png" in listed
-    tally("umlauts where the locale or the terminal is ASCII", 1)
+    tally("umlauts where the locale or the terminal is ASCII")

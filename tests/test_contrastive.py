@@ -174,7 +174,7 @@ def test_batch_norms_of_several_gpus_are_synchronised():
     assert executed_flops(several, images) == executed_flops(plain, images) > 0
 
 
-@pytest.mark.parametrize(("images_of_a_pass", "groups"), [(8, [7]), (3, [4, 3])])
+@pytest.mark.parametrize("images_of_a_pass, groups", [(8, [7]), (3, [4, 3])])
 def test_held_out_images_are_told_from_as_many_others_as_in_training(images_of_a_pass, groups):
     config = contrastive.ContrastiveConfig()
     projected = unit_vectors(7)
@@ -199,7 +199,7 @@ def test_images_without_labels_have_a_rank_and_no_neighbours(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    "wrong, message",
     [
         ("--data.streaming=true", r"data\.streaming is true; it must be false or left out"),
         ("--data.batch_size=1", r"in a forward pass is 1; it must be from 2 to \d+, all training images"),

@@ -16,7 +16,7 @@ from mpp.runtime.randomness import Stream, uniform
 
 
 @pytest.mark.parametrize(
-    ("rate", "patches", "count"),
+    "rate, patches, count",
     [(0.5, 196, 98), (0.5, 49, 25), (0.35, 10, 4), (0.145, 100, 15), (0.01, 64, 1), (0.99, 64, 63)],
 )
 def test_count_rounds_halves_up(rate, patches, count):
@@ -38,7 +38,7 @@ def as_mask(drawn, grid):
 # --- patterns ---
 
 
-@pytest.mark.parametrize(("grid", "side", "rate", "blocks"), [((8, 8), 2, 0.6, 10), ((6, 9), 3, 0.5, 3)])
+@pytest.mark.parametrize("grid, side, rate, blocks", [((8, 8), 2, 0.6, 10), ((6, 9), 3, 0.5, 3)])
 def test_blocks_are_whole_squares_on_their_grid_and_all_are_hit_alike(grid, side, rate, blocks):
     config = CorruptionConfig(pattern="blocks", block=side, rate=rate)
     hits = 0
@@ -94,7 +94,7 @@ def rectangles_one_by_one(pattern, seed, grid, count):
 
 
 @pytest.mark.parametrize("pattern", RECTANGLES)
-@pytest.mark.parametrize(("grid", "rate", "count"), [((14, 14), 0.4, 78), ((4, 4), 0.4, 6), ((3, 12), 0.75, 27)])
+@pytest.mark.parametrize("grid, rate, count", [((14, 14), 0.4, 78), ((4, 4), 0.4, 6), ((3, 12), 0.75, 27)])
 def test_rectangles_cover_exactly_k_patches(pattern, grid, rate, count):
     config = CorruptionConfig(pattern=pattern, rate=rate)
     for seed in range(100):
@@ -130,7 +130,7 @@ def test_patterns_of_ijepa(grid):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    "settings, words",
     [
         (dict(pattern="stripes"), r"corruption\.pattern is stripes; it must be one of random, blocks, blockwise"),
         (dict(pattern="blocks", block=3), r"corruption\.block is 3; it must be a divisor of the grid .*\(8 x 8\)"),

@@ -54,7 +54,7 @@ def described(model):
 
 @pytest.mark.parametrize("pretrained", [True, False])
 @pytest.mark.parametrize(
-    ("changes", "input_size", "moments"),
+    "changes, input_size, moments",
     [
         ({}, (3, 64, 64), RGB_MOMENTS),
         ({"img_size": [48, 80]}, (3, 48, 80), RGB_MOMENTS),
@@ -133,7 +133,7 @@ def test_transformers_knows_the_names_of_classes_and_gives_the_same_logits(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    "name, expected",
     [
         ("vit_base_patch16_224.augreg_in21k", True),
         ("vit_base_patch16_224.mae", False),

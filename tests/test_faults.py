@@ -7,12 +7,15 @@ import os
 import pty
 import random
 import re
+import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import termios
 import time
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -42,6 +45,7 @@ from server import (
     Command,
     at_update,
     begin,
+    context,
     die_at,
     fails,
     finish,
@@ -54,10 +58,11 @@ from server import (
     was_killed,
 )
 
+from mpp.config import ImagesConfig
 from mpp.data import workers
 from mpp.data.decoding import decode as decoding
 from mpp.data.views import FIXED_VIEW, ViewDataset
-from mpp.errors import ReadFailed, UserError
+from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.runtime import signals
 from mpp.runtime.processes import set_timeout
 from mpp.runtime.signals import EXIT_CODE, MARKER
@@ -204,7 +209,7 @@ def test_preemption(tmp_path, tally, undisturbed, kind):
     assert f"resuming {stopped} after step {step}" in finish(begin(stopped, *options, **how)).said
     assert not (stopped / MARKER).exists()
     same(whole, stopped)
-    tally(kind, 1)
+    tally(kind)
 
 
 def launch(folder, *options):
@@ -221,7 +226,7 @@ def test_a_signal_under_the_launcher(tmp_path, tally):
     run.communicate(timeout=HANGS)
     assert run.returncode == 1
     stopped_by("SIGTERM", tmp_path / "run")
-    tally("SIGTERM to accelerate launch and its two processes", 1)
+    tally("SIGTERM to accelerate launch and its two processes")
 
 
 def test_a_closed_terminal_stops_a_run_that_still_writes_to_it(tmp_path, tally):
@@ -243,7 +248,7 @@ def test_a_closed_terminal_stops_a_run_that_still_writes_to_it(tmp_path, tally):
     os.close(terminal)
     assert run.wait(HANGS) == EXIT_CODE
     stopped_by("SIGHUP", tmp_path / "run")
-    tally("a closed terminal (SIGHUP)", 1)
+    tally("a closed terminal (SIGHUP)")
 
 
 def linger():
@@ -273,7 +278,7 @@ def test_a_signal_in_a_last_evaluation_ends_fine_tuning_after_that_run(tmp_path,
     assert not (tmp_path / "run" / "dev_lr_0.01").exists()
     finish(start())
     assert (tmp_path / "run" / "finetune.json").exists() and not (first / MARKER).exists()
-    tally("SIGTERM between the runs of fine-tuning", 1)
+    tally("SIGTERM between the runs of fine-tuning")
 
 
 def dawdle():
@@ -319,7 +324,7 @@ def test_a_second_signal_ends_at_once(tmp_path, tally):
     wait_until((tmp_path / "stalled").exists, of=run)
     run.signal(15)
     assert run.wait() == [128 + 15]
-    tally("a second SIGTERM", 1)
+    tally("a second SIGTERM")
 
 
 def fill_disk():
@@ -408,7 +413,38 @@ def test_images_go_away_while_a_run_reads_them(tmp_path, images, tally, undistur
         finish(begin(cut, *options, processes=processes))
     assert run.said.count("tried again for") <= processes
     same(whole, cut)
-    tally(f"images go away and come back, {'while they are tried again' if back else 'after the run ended'}", 1)
+    tally(f"images go away and come back, {'while they are tried again' if back else 'after the run ended'}")
+
+
+def huge_png(side=60_000):
+    """A whole PNG of 60,000 x 60,000 black pixels, 450 MB of them before compression, in half a megabyte."""
+    packer, row = zlib.compressobj(9), bytes(1 + side // 8)
+    rows = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)), (b"IDAT", rows), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
+
+
+def refuse(data, answer):
+    """Decode a bomb; send the error and by how many MB the memory's peak grew."""
+    decoding.decode(encoded(picture(0)), ImagesConfig())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        decoding.decode(data, ImagesConfig())
+    except UnreadableImage as error:
+        answer.send((str(error), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+
+
+def test_a_bomb_is_refused_in_little_memory(tally):
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=refuse, args=(huge_png(), sender))
+    process.start()
+    sender.close()  # what is not sent is not waited for
+    error, megabytes = receiver.recv()
+    process.join()
+    assert "pixels" in error and megabytes < 20
+    tally("decompression bomb")
 
 
 def deadly(slow):
@@ -431,7 +467,7 @@ def test_shared_memory_of_64_mb(tmp_path, tally):
     options = ["--model.img_size=224", "--model.patch_size=32", "--model.depth=1", "--optim.global_batch_size=128"]
     options += ["--run.steps=6", "--data.cache_gb=0", "--data.workers=12"]
     fails(begin(tmp_path / "run", *options, prepare=small_shared_memory), "a loader process died", "data.workers")
-    tally("little shared memory", 1)
+    tally("little shared memory")
 
 
 def stuck():
@@ -462,7 +498,7 @@ def test_a_loader_process_that_does_not_begin_is_started_again(tmp_path, tally, 
     finish(begin(tmp_path / "run", "--data.workers=2", prepare=partial(lose_a_fork, tmp_path / "lost")))
     assert (tmp_path / "lost").exists()
     same(undisturbed(), tmp_path / "run")
-    tally("a loader process hangs in its fork", 1)
+    tally("a loader process hangs in its fork")
 
 
 def lack_a_batch(take_number):
@@ -550,7 +586,7 @@ def test_all_processes_end_with_a_line_and_the_same_command_goes_on(tmp_path, ta
     assert not is_writing(folder) and not (folder / "encoder").exists()
     finish(begin(folder, *options, processes=fault.processes))
     same(undisturbed(*options, processes=fault.processes), folder)
-    tally(fault.what, 1)
+    tally(fault.what)
 
 
 def test_one_of_two_processes_dies(tmp_path, tally, undisturbed):
@@ -570,7 +606,7 @@ def test_one_of_two_processes_dies(tmp_path, tally, undisturbed):
     assert 10 <= newest_step(folder) < 100
     finish(begin(folder, *options, processes=2))
     same(whole, folder)
-    tally("one of two processes dies", 1)
+    tally("one of two processes dies")
 
 
 def freeze():
@@ -594,7 +630,7 @@ def test_one_of_two_processes_hangs(tmp_path, tally, undisturbed):
     assert newest_step(tmp_path / "run") == 4
     finish(begin(tmp_path / "run", *TWELVE, processes=2))
     same(undisturbed(*TWELVE, processes=2), tmp_path / "run")
-    tally("one of two processes hangs", 1)
+    tally("one of two processes hangs")
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path, tally):
@@ -610,7 +646,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, tally):
     third.kill()
     assert "resuming" in third.said
     first.signal(9)
-    tally("a second run in the same folder", 1)
+    tally("a second run in the same folder")
 
 
 def test_5000_steps_leak_nothing(tmp_path, tally):
@@ -635,4 +671,4 @@ def test_5000_steps_leak_nothing(tmp_path, tally):
     early, late = used(1000, 2000), used(4000, 5000)
     assert late[0] < early[0] + 0.01  # a page a step would be 0.012
     assert late[1] <= early[1] + 2  # one an evaluation would be 12
-    tally("5,000 steps: memory and open files flat", 1)
+    tally("5,000 steps: memory and open files flat")

@@ -124,7 +124,7 @@ def begun(hosts, folder, prepare) -> Command:
 def test_two_hosts_train_as_one(hosts, undisturbed, tmp_path, sharded, tally):
     finish(hosts.start(tmp_path / "run", sharded=sharded))
     assert weights_of(tmp_path / "run") == undisturbed[sharded]
-    tally("two hosts, data-parallel and sharded: the bits of one host *", 1)
+    tally("two hosts, data-parallel and sharded: the bits of one host *")
 
 
 def test_a_link_that_is_cut_for_10_seconds(hosts, undisturbed, tmp_path, tally):
@@ -135,7 +135,7 @@ def test_a_link_that_is_cut_for_10_seconds(hosts, undisturbed, tmp_path, tally):
     hosts.link("up")
     finish(run)
     assert weights_of(tmp_path / "run") == undisturbed[False]
-    tally("two hosts: the link is cut for 10 s *", 1)
+    tally("two hosts: the link is cut for 10 s *")
 
 
 def test_a_link_that_is_cut_for_good(hosts, undisturbed, tmp_path, tally):
@@ -147,7 +147,7 @@ def test_a_link_that_is_cut_for_good(hosts, undisturbed, tmp_path, tally):
     assert run.said.count("another process does not answer") == 2, run.said
     assert 5 <= newest_step(tmp_path / "run") < 60
     assert goes_on(hosts, tmp_path / "run") == undisturbed[False]
-    tally("two hosts: the link is cut for good: a line from each; the same command continues *", 1)
+    tally("two hosts: the link is cut for good: a line from each; the same command continues *")
 
 
 @pytest.mark.parametrize("fault", ["dies", "reset"])
@@ -160,7 +160,7 @@ def test_a_host_or_its_connections_are_gone(hosts, undisturbed, tmp_path, fault,
     assert run.wait() == ([2, -signal.SIGKILL] if fault == "dies" else [2, 2]), run.said
     assert run.said.count("another process does not answer") == (1 if fault == "dies" else 2), run.said
     assert goes_on(hosts, tmp_path / "run") == undisturbed[False]
-    tally("two hosts: one dies, or all connections are reset: a line from who is left *", 1)
+    tally("two hosts: one dies, or all connections are reset: a line from who is left *")
 
 
 def test_a_slow_link(hosts, undisturbed, tmp_path, tally):
@@ -171,7 +171,7 @@ def test_a_slow_link(hosts, undisturbed, tmp_path, tally):
     for host, name in enumerate(hosts.names):
         hosts.inside(host, "tc", "qdisc", "delete", "dev", name, "root")
     assert weights_of(tmp_path / "run") == undisturbed[False]
-    tally("two hosts: a link of 2 Mbit/s *", 1)
+    tally("two hosts: a link of 2 Mbit/s *")
 
 
 def test_a_name_that_leads_to_loopback_is_refused(hosts, tmp_path, tally):
@@ -181,4 +181,4 @@ def test_a_name_that_leads_to_loopback_is_refused(hosts, tmp_path, tally):
     run = hosts.start(tmp_path / "run", named=False)
     fails(run)
     assert run.said.count("GLOO_SOCKET_IFNAME is not set; it must be the network interface") == 2, run.said
-    tally("two hosts whose names lead to loopback: refused, with what serves", 1)
+    tally("two hosts whose names lead to loopback: refused, with what serves")

@@ -171,7 +171,7 @@ def test_a_refusal_in_the_middle_is_not_tried_again(fake_hub, run, status, tally
     (line,) = [line for line in output.splitlines() if line.startswith("error")]
     assert str(status) in line
     assert "tried" not in output
-    tally("hub: 401, 403, 404 in the middle of a stream: one line at once", 1)
+    tally("hub: 401, 403, 404 in the middle of a stream: one line at once")
 
 
 def test_access(fake_hub, run, tally):
@@ -226,7 +226,7 @@ def test_a_signal_while_the_hub_is_away(fake_hub, start, run, undisturbed, tmp_p
     fake_hub.faults.clear()
     run(*options, processes=processes)
     assert weights_of(tmp_path / "run") == bits
-    tally("hub: SIGTERM while it is away (loaders in one and two processes, and beside them) *", 1)
+    tally("hub: SIGTERM while it is away (loaders in one and two processes, and beside them) *")
 
 
 def in_a_process(look: Callable, *arguments) -> Any:
@@ -285,7 +285,7 @@ def test_a_download_that_fills_the_disk(start, run, tally):
     full = start(prepare=partial(limit_files, 20_000))
     fails(full, "which cannot be loaded", "File too large")
     run()
-    tally("hub: a download fills the disk: one line; the same command continues", 1)
+    tally("hub: a download fills the disk: one line; the same command continues")
 
 
 def test_prepare(fake_hub, home, run, tmp_path, tally):
@@ -295,4 +295,4 @@ def test_prepare(fake_hub, home, run, tmp_path, tally):
     finish(made)
     assert fake_hub.faults["resolve"].times == 0, made.said
     run(STREAMED, path=str(tmp_path / "shards"))
-    tally("hub: mpp prepare, from a hub that is away at first", 1)
+    tally("hub: mpp prepare, from a hub that is away at first")

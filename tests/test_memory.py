@@ -30,7 +30,7 @@ def activations_of(images, **model):
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("optim", "moments"),
+    "optim, moments",
     [
         (OptimConfig(name="sgd"), 1),
         (OptimConfig(name="adam", average=0.9), 3),  # averaged weights are one more

@@ -65,7 +65,7 @@ def test_mean_color_by_hand(bits):
         assert targets_of(tested, pixels).flatten().tolist() == expected
 
 
-@pytest.mark.parametrize(("bits", "factorized"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize("bits, factorized", [(1, False), (3, False), (2, True)])
 def test_every_class_has_a_color_that_is_its_own_the_middle_of_its_bin(bits, factorized):
     palette = Palette(3, bits, factorized)
     assert (palette.softmaxes, palette.classes) == ((3, 2**bits) if factorized else (1, 8**bits))
@@ -96,7 +96,7 @@ def test_grid_color_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("name", "patch", "said"),
+    "name, patch, said",
     [
         ("grid_color", 14, r"objective\.grid is 4; it must be a divisor of the patch size \(14\)"),
         ("hog", 14, r"objective\.cell is 8; it must be a divisor of the patch size \(14\)"),
@@ -108,7 +108,7 @@ def test_what_cannot_be_an_objective_is_named(name, patch, said):
         objective(name, patch=patch)
 
 
-@pytest.mark.parametrize(("name", "cells"), [("mean_color", 1), ("grid_color", 16)])
+@pytest.mark.parametrize("name, cells", [("mean_color", 1), ("grid_color", 16)])
 def test_the_loss_of_knowing_nothing_is_the_closed_form(name, cells):
     tested = objective(name)
     assert tested.outputs == 512 * cells
@@ -116,7 +116,7 @@ def test_the_loss_of_knowing_nothing_is_the_closed_form(name, cells):
     assert loss.item() == pytest.approx(np.log(512))
 
 
-@pytest.mark.parametrize(("patch", "cell"), [(16, 8), (4, 8), (14, 7)])
+@pytest.mark.parametrize("patch, cell", [(16, 8), (4, 8), (14, 7)])
 def test_hog_is_scikit_images(patch, cell):
     """Of the whole image, a channel at a time: a gradient at a patch's edge needs its neighbour."""
     images = torch.randint(0, 256, (2, 3, 3 * patch, 5 * patch), dtype=torch.uint8)

@@ -19,7 +19,7 @@ def predictor(**model):
     return MaskedPatchPredictor(build_encoder(ModelConfig(**{"depth": 1} | model)), 5, *HALVES)
 
 
-@pytest.mark.parametrize(("schedule", "halfway", "last"), [("cosine", 0.5, 0), ("linear", 0.5, 0), ("constant", 1, 1)])
+@pytest.mark.parametrize("schedule, halfway, last", [("cosine", 0.5, 0), ("linear", 0.5, 0), ("constant", 1, 1)])
 def test_schedule_at_its_corners(schedule, halfway, last):
     config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=10)
     assert learning_rate(config, 0, 110) == pytest.approx(0.2)
@@ -41,7 +41,7 @@ UNPOOLED = {"encoder.cls_token", "encoder.norm.weight", "encoder.norm.bias"}
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "fewer"),
+    "name, more, fewer",
     [
         (None, set(), set()),
         ("vit_base_patch16_reg4_gap_256", POOLED, UNPOOLED),
@@ -72,7 +72,7 @@ def test_sgd_has_momentum_by_hand():
         assert layer.weight.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("native", "together"), [(True, 2**24), (False, 600)], ids=["bf16, all", "fp32, few"])
+@pytest.mark.parametrize("native, together", [(True, 2**24), (False, 600)], ids=["bf16, all", "fp32, few"])
 def test_muon_is_timms(native, together, monkeypatch):
     """Nesterov's momentum, Newton-Schulz in bf16 where the hardware has it, Adam's scale; all else by NAdamW.
 
@@ -119,7 +119,7 @@ def test_an_average_is_updated_once_a_step_after_timms_own_muon_was_built():
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "name, options",
     [
         ("mpp_vit", dict(depth=3, embed_dim=48, num_heads=3, mixing="axial", position="relative")),
         ("test_convnext", {}),  # with a norm in its head

@@ -178,7 +178,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "words"), REFUSED)
+@pytest.mark.parametrize("name, settings, words", REFUSED)
 def test_a_model_that_does_not_serve_is_refused_by_name(name, settings, words):
     with refused(re.escape(words)):
         build_encoder(ModelConfig(name=name, **NUMBERS | settings))

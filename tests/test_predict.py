@@ -87,7 +87,7 @@ def test_a_killed_command_is_finished_to_the_same_bytes(head, class_images, tmp_
         run = Command("predict", *words, f"--out={out}", prepare=small_parts)
         assert run.wait() == [0], run.said
     assert killed.read_bytes() == whole.read_bytes() and len(read_csv(killed)) == 12
-    tally("a kill of mpp predict", 1)
+    tally("a kill of mpp predict")
 
 
 def test_labels_give_figures_and_unknown_ones_are_named(head, image_folder, tmp_path, capsys):

@@ -45,7 +45,7 @@ GONE = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed b
 
 
 @pytest.mark.parametrize(
-    ("error", "stays"),
+    "error, stays",
     [
         (UserError("this fails however often it is tried"), False),
         (RuntimeError(GONE), True),

@@ -99,7 +99,7 @@ def test_a_job_that_fails_is_failed_and_not_requeued(cluster, script, tmp_path, 
     job = cluster.ended(cluster.submit(file))
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "1:0", "0"), log_of(file)
     assert "error (process 0): unknown setting optim.lrr" in log_of(file)
-    tally("Slurm: a job with a misspelt setting, in the folder of a preempted one: FAILED, not requeued", 1)
+    tally("Slurm: a job with a misspelt setting, in the folder of a preempted one: FAILED, not requeued")
 
 
 def test_a_more_urgent_job_takes_the_nodes(cluster, script, undisturbed, tmp_path, tally):
@@ -114,7 +114,7 @@ def test_a_more_urgent_job_takes_the_nodes(cluster, script, undisturbed, tmp_pat
     assert job["JobState"] == "COMPLETED" and job["Restarts"] != "0", log_of(file)  # by Slurm, by the script, or both
     assert "stopped by SIGTERM after step" in log_of(file)
     assert weights_of(tmp_path / "run") == undisturbed
-    tally("Slurm: a more urgent job takes the nodes *", 1)
+    tally("Slurm: a more urgent job takes the nodes *")
 
 
 def test_two_nodes(cluster, script, undisturbed, tmp_path, tally):
@@ -122,7 +122,7 @@ def test_two_nodes(cluster, script, undisturbed, tmp_path, tally):
     job = cluster.ended(cluster.submit(file))
     assert job["JobState"] == "COMPLETED" and job["NumNodes"] == "2", log_of(file)
     assert weights_of(tmp_path / "run") == undisturbed
-    tally("Slurm: a job on two nodes *", 1)
+    tally("Slurm: a job on two nodes *")
 
 
 def test_an_array_of_jobs_on_one_host(cluster, script, tmp_path, tally):
@@ -146,7 +146,7 @@ def test_a_node_dies(cluster, script, undisturbed, tmp_path, tally):
     job = cluster.ended(job)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log_of(file)
     assert weights_of(tmp_path / "run") == undisturbed
-    tally("Slurm: a node dies in the middle of a job *", 1)
+    tally("Slurm: a node dies in the middle of a job *")
 
 
 def test_two_jobs_share_a_comparison(cluster, script, tmp_path, tally):
@@ -173,4 +173,4 @@ def test_two_jobs_share_a_comparison(cluster, script, tmp_path, tally):
         assert sum(f"wrote {tmp_path}/encoders/{seed}: encoder/" in each for each in said) == 1
     tables = [each[each.index("| accuracy (%)") :] for each in said]
     assert tables[0] == tables[1]
-    tally("Slurm: two jobs share a comparison", 1)
+    tally("Slurm: two jobs share a comparison")

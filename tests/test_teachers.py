@@ -244,7 +244,7 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "settings, said",
     [
         ("teacher_img_size=64", "objective.teacher_img_size is 64; it must be null with .*teacher=ema"),
         ("export=teacher --optim.average=0.9", "optim.average is 0.9; it must be null with objective.exp"),

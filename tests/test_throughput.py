@@ -109,7 +109,7 @@ def test_a_rehearsal_writes_the_whole_report(tmp_path, monkeypatch, tally):
     for words in ("PyTorch version", "of the ceiling", "memory of mpp's step", "loading on one core"):
         assert words in text
     assert pasted(text).data.batch_size == 4
-    tally("gpu-report: the whole of it on a CPU", 1)
+    tally("gpu-report: the whole of it on a CPU")
 
 
 def test_a_speed_that_cannot_be_measured_is_none(monkeypatch):

@@ -271,7 +271,7 @@ def test_the_compiler_follows_each_whole(kind):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "settings, said",
     [
         (dict(position="rope", position_at="every"), "model.position_at is every; it must be stem"),
         (dict(stride=3), r"model.stride is 3; it must be a divisor .*\(8\)"),

@@ -141,7 +141,7 @@ TOO_FAST = {"optim.lr": 0.01}
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "settings, said",
     [
         (TOO_FAST, "optim.lr 0.01 (above 6.3e-05)"),
         ({"optim.name": "muon"}, "optim.name muon"),
@@ -165,7 +165,7 @@ def test_each_warning_has_its_row_on_the_page_about_monitoring():
 
 
 @pytest.mark.parametrize(
-    ("check", "lines"),
+    "check, lines",
     [
         ("not learning", [evaluation(400, accuracy=0.01)]),
         ("below copy baseline", [evaluation(400, accuracy=0.01)]),
@@ -229,7 +229,7 @@ UNLABELLED = [
 
 
 @pytest.mark.parametrize(
-    ("lines", "config", "said"),
+    "lines, config, said",
     [
         (
             OF_GENERAL,
@@ -357,7 +357,7 @@ def test_they_are_trained_again(name, tmp_path, tally):
     lines, config = read_history(tmp_path), parse_saved(Config, tmp_path / "config.yaml")
     assert {each["check"] for each in read_verdict(tmp_path)["warnings"]} == find_warnings(lines, config).keys()
     check(name, lines, config)
-    tally(f"runs that are {'sick on purpose' if name in SICK_RUNS else 'healthy'}: the verdict says so", 1)
+    tally(f"runs that are {'sick on purpose' if name in SICK_RUNS else 'healthy'}: the verdict says so")
 
 
 @pytest.mark.faults
