@@ -19,21 +19,22 @@ def corruption_of(images, side, **settings):
 
 
 @pytest.mark.parametrize(
-    "pattern, side, rate",
+    "pattern, grid, rate",
     [
-        ("random", 5, 0.8),
-        ("random", 5, 0.96),  # one visible patch
-        ("blockwise", 6, 0.8),
+        ("random", (5, 5), 0.8),
+        ("random", (5, 5), 0.96),  # one visible patch
+        ("random", (2, 7), 0.5),
+        ("blockwise", (6, 6), 0.8),
     ],
 )
-def test_nearest_visible_patches_by_search(pattern, side, rate):
-    corruption = corruption_of(20, side, rate=rate, pattern=pattern)
-    nearest = nearest_visible(corruption, (side, side))
+def test_nearest_visible_patches_by_search(pattern, grid, rate):
+    corruption = draw_batch(CorruptionConfig(rate=rate, pattern=pattern), grid, 20)
+    nearest = nearest_visible(corruption, grid)
+    places = list(np.ndindex(grid))
     for positions, nearest_of_image in zip(corruption.positions.tolist(), nearest.tolist(), strict=True):
-        visible = [patch for patch in range(side**2) if patch not in positions]
+        visible = [patch for patch in range(len(places)) if patch not in positions]
         for position, nearest_two in zip(positions, nearest_of_image, strict=True):
-            place = divmod(position, side)
-            by_distance = sorted(visible, key=lambda patch: math.dist(divmod(patch, side), place))
+            by_distance = sorted(visible, key=lambda patch: math.dist(places[patch], places[position]))
             assert nearest_two == [by_distance[0], by_distance[:2][-1]]  # of equally near ones the first
 
 

@@ -1,7 +1,5 @@
 """Images that are not square: rows and columns are not swapped anywhere, and all that squares have, they have."""
 
-import math
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,7 @@ from model_inputs import HALVES
 from torch import nn
 
 import mpp
-from mpp.config import CorruptionConfig, ModelConfig
-from mpp.corruption import draw, stack
-from mpp.features.metrics import nearest_visible
+from mpp.config import ModelConfig
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 
@@ -34,18 +30,6 @@ def load_ways(source: Path, size, **settings) -> list:
     """Both doors through which weights of another size come in."""
     config = ModelConfig(img_size=size, init_from=str(source), **SMALL | settings)
     return [lambda: mpp.load_encoder(source, img_size=size), lambda: build_encoder(config)]
-
-
-@pytest.mark.parametrize("grid", [(2, 7), (5, 3)])
-def test_nearest_visible_patches_by_search(grid):
-    places = list(product(*map(range, grid)))
-    corruption = stack([draw(CorruptionConfig(), grid, 0, 0, 0)])
-    corrupted = corruption.positions[0].tolist()
-    visible = [position for position in range(len(places)) if position not in corrupted]
-    nearest = nearest_visible(corruption, grid)[0].tolist()
-    for position, two_nearest in zip(corrupted, nearest, strict=True):
-        by_distance = sorted(visible, key=lambda other: math.dist(places[position], places[other]))
-        assert two_nearest == by_distance[:2]
 
 
 @pytest.mark.parametrize("name", [None, "vit_tiny_patch16_224"])
