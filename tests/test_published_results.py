@@ -95,13 +95,13 @@ def test_published_results_are_found_by_their_digests(path):
     cases = cases_in(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml")
     published = read_published(str(path))
     swept = digests_of_sweeps(path.parent.name)
-    compared = {case_digest(case) for case in cases.values()}
-    assert compared | swept == set(published) and not compared & swept
+    digests = {named: case_digest(case) for named, case in cases.items()}
+    assert {*digests.values()} | swept == set(published) and not swept & {*digests.values()}
     for rows in published.values():
         for row in rows:
             if row["digest"] not in swept:
-                case = cases[row["encoder"], row["encoder_seed"], row["evaluation"], row["dataset"]]
-                assert case_digest(case) == row["digest"]
+                named = row["encoder"], row["encoder_seed"], row["evaluation"], row["dataset"]
+                assert digests[named] == row["digest"]
 
 
 @pytest.mark.faults

@@ -7,7 +7,9 @@ win over files. Every mistake in them is an error of one line.
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -127,7 +129,7 @@ def value_of(word: Any) -> Any:
     if not isinstance(word, str):
         return word
     try:
-        value = yaml.load(word, Loader)
+        value = deepcopy(parse_yaml(word))
     except (yaml.YAMLError, ValueError, RecursionError):
         return word
     return value if word.strip() and not isinstance(value, str) else word
@@ -238,10 +240,16 @@ def config_file(name: str) -> Path:
     raise UserError(f"--config is {show(name)}; it must be {allowed}")
 
 
+@lru_cache(maxsize=256)
+def parse_yaml(text: str) -> Any:
+    """What YAML says, to be copied before it is changed. A comparison reads the same files for every case."""
+    return yaml.load(text, Loader)
+
+
 def read_yaml(file: Path) -> dict[str, Any]:
     """The settings of a YAML file."""
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader)
+        content = deepcopy(parse_yaml(file.read_text(encoding="utf-8")))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
