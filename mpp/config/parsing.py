@@ -242,7 +242,7 @@ def config_file(name: str) -> Path:
 
 @lru_cache(maxsize=256)
 def parse_yaml(text: str) -> Any:
-    """What YAML says, to be copied before it is changed. A comparison reads the same files for every case."""
+    """The values in YAML, to be copied before they are changed. A comparison reads its files for every case."""
     return yaml.load(text, Loader)
 
 
