@@ -66,7 +66,6 @@ def pytest_configure(config):
     config.add_cleanup(tools.cleanup)
     # There is no hub but fake_hub.py, on a port that no system gives away, and nothing is kept of what is read. The
     # libraries look at this once, so that none of them is imported at the top of this file.
-    assert "datasets" not in sys.modules
     os.environ |= {"HF_HOME": home.name, "HF_ENDPOINT": f"http://127.0.0.1:{20_000 + os.getpid() % 10_000}"}
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{home.name}/inductor"  # what compiles does compile
     os.environ["TORCH_WARM_POOL"] = "0"

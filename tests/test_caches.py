@@ -5,6 +5,8 @@ import fcntl
 import multiprocessing
 import os
 
+import datasets
+import huggingface_hub
 import pytest
 from colours import CATS_AND_DOGS, save, save_classes, splits_of
 from conftest import refused, run_command
@@ -40,6 +42,11 @@ def start(act):
 
 def paths(path):
     return [cell["path"] for rows in splits_of(path).values() for cell in rows["image"]]
+
+
+def test_what_tests_keep_is_not_at_the_users_home():
+    for kept in (datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE):
+        assert Path(kept).is_relative_to(os.environ["HF_HOME"])
 
 
 # --- listings of folders of images ---
