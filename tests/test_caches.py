@@ -4,6 +4,7 @@ import atexit
 import fcntl
 import multiprocessing
 import os
+from pathlib import Path
 
 import datasets
 import huggingface_hub
