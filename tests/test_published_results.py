@@ -65,7 +65,7 @@ def test_config_files_parse_and_say_command_time_and_result(path):
     assert "TIME" not in header and "RESULT" not in header  # placeholders
 
 
-@pytest.mark.parametrize("path", COMPARISONS, ids=str)
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_every_case_of_a_comparison_file_parses(path):
     config = parse(CompareConfig, ["--config", str(path)])
     assert any(entry.get("random") for entry in config.encoders)  # always beside random weights
@@ -89,7 +89,7 @@ def test_vtab_has_its_19_tasks_in_three_groups():
     assert all(task["options"]["data.train_images"] == 1000 for task in tasks)
 
 
-@pytest.mark.parametrize("path", PUBLISHED, ids=str)
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parent.name)
 def test_published_results_are_found_by_their_digests(path):
     """So `extends` computes none of them again. Those of sweeps have other names there."""
     cases = cases_in(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml")
@@ -105,7 +105,7 @@ def test_published_results_are_found_by_their_digests(path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("path", PUBLISHED, ids=str)
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parent.name)
 def test_published_tables_come_out_of_their_results(path, tmp_path):
     """But for the last digits of differences' intervals, which other versions of the libraries draw in other ways."""
     write_tables(path.parent.name, tmp_path)
