@@ -17,7 +17,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import RandAugment, functional
 
 from mpp.config import DataConfig, resized_side
-from mpp.data.crops import MAX_RELATIVE_ASPECT, augment, centre_crop, crop_box, random_crop
+from mpp.data.crops import MAX_RELATIVE_ASPECT, augment, centre_crop, crop_box, random_crop, to_8_bits
 from mpp.models.descriptions import timm_crop_pct
 from mpp.runtime.randomness import Stream, random_words
 
@@ -63,6 +63,11 @@ def test_a_crop_may_lie_at_either_edge():
     assert crop_box(10, 20, quarter, [0.5, 0.5, 0.0, 0.0] * 10) == (0, 0, 7, 7)
     assert crop_box(10, 20, quarter, [0.5, 0.5, 0.999, 0.999] * 10) == (3, 13, 7, 7)
     assert crop_box(1, 4, quarter, [0.5, 0.5, 0.0, 0.999] * 10) == (0, 3, 1, 1)  # of a single pixel
+
+
+def test_augmentation_rounds_pixels_of_more_bits():
+    pixels = torch.tensor([-3.0, 0.4, 0.6, 254.4, 254.6, 300.0])
+    assert to_8_bits(pixels).tolist() == [0, 0, 1, 254, 255, 255]
 
 
 def test_training_crops_have_the_proportions_of_the_view():
