@@ -229,7 +229,7 @@ def are_of_a_method(cells, headings, published, methods):
     return False
 
 
-@pytest.mark.parametrize("page", [RESULTS / "when_it_pays.md", ROOT / "README.md"], ids=str)
+@pytest.mark.parametrize("page", [RESULTS / "when_it_pays.md", ROOT / "README.md"], ids=lambda page: page.stem)
 def test_the_answer_in_words_says_what_was_measured(page):
     (answer,) = (paragraph for paragraph in page.read_text().split("\n\n") if paragraph.startswith("**On CIFAR-10 "))
     shown = ACCURACY.findall(answer.replace("\n", " "))

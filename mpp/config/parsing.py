@@ -129,7 +129,7 @@ def value_of(word: Any) -> Any:
     if not isinstance(word, str):
         return word
     try:
-        value = deepcopy(parse_yaml(word))
+        value = yaml.load(word, Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return word
     return value if word.strip() and not isinstance(value, str) else word
