@@ -3,11 +3,13 @@
 import errno
 import pickle
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import equal_tensors, refused, weights_of
 from model_inputs import small_vit
 from test_untrusted import Payload
@@ -15,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from mpp.config import OptimConfig
 from mpp.runtime.files import Held, hold
-from mpp.training.checkpoint import damaged_files, load_checkpoint, newest_whole, save_checkpoint, snapshot
+from mpp.training import checkpoint
+from mpp.training.checkpoint import damaged_files, load_checkpoint, newest_whole, resume, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer
 from mpp.training.parallel import sharding_units
 
@@ -43,6 +46,26 @@ def train(model, optimizer):
     model(torch.ones(1, 4)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_the_newest_stay_and_those_that_are_to_be_kept_but_none_of_later_steps(tmp_path):
+    for step in (2, 4, 6, 8):
+        save(tmp_path, step)
+    checkpoint.delete_other_checkpoints(tmp_path, 6, keep=1, always=(2, 8))
+    assert checkpoint.kept_steps(tmp_path) == [2, 6]
+
+
+@pytest.mark.parametrize(
+    "written, read", [([{}, {}], {}), ([{4: [3, 5]}], {4: [3, 5]}), ([{}, {0: [1]}], None)], ids=["no", "yes", "no fit"]
+)
+def test_only_a_stream_needs_as_many_processes_as_before(tmp_path, monkeypatch, written, read):
+    model, optimizer = network(0)
+    save_checkpoint(tmp_path, 3, snapshot(model, optimizer), written)
+    with nullcontext() if read is not None else refused("number of processes"):
+        assert resume(Accelerator(cpu=True), tmp_path, model, optimizer) == (3, read)
+    monkeypatch.setattr(checkpoint, "newest_whole", lambda folder: folder / "of another node")
+    with refused("all nodes must share it"):
+        resume(Accelerator(cpu=True), tmp_path, model, optimizer)
 
 
 def test_weights_that_two_layers_share_are_saved_and_restored(tmp_path):

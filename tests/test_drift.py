@@ -16,7 +16,15 @@ from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.features.drift import START_FILE, keep_start, measure_drift
 from mpp.features.neighbours import find_other_neighbours
-from mpp.features.probe import NORTH_WEST, SOUTH_EAST, agreement, crop_and_enlarge, general_source, load_general_images
+from mpp.features.probe import (
+    NORTH_WEST,
+    SOUTH_EAST,
+    agreement,
+    crop_and_enlarge,
+    general_source,
+    load_general_images,
+    settings_of_general_images,
+)
 from mpp.models.networks import build_model
 from mpp.pretrain import reopen
 from mpp.training.log import read_history
@@ -110,7 +118,14 @@ def load(path):
 def test_general_images_are_those_of_the_splits_or_halves(tmp_path, splits, counts):
     for split, count in splits.items():
         write_classes(tmp_path / "images" / split, count)
-    assert [len(each) for each in load(tmp_path / "images")[:2]] == counts
+    images = load(tmp_path / "images")
+    assert [len(each) for each in images[:2]] == counts
+    assert all(record["labels"] for record in images.identify(0).values())  # where these change, figures do
+
+
+def test_photographs_are_read_as_such_beside_images_of_measurements():
+    for channels, expected in ((1, None), (2, (0, 4095)), (3, None), (4, (0, 4095))):
+        assert settings_of_general_images(DataConfig(channels=channels, range=(0, 4095))).range == expected
 
 
 @pytest.mark.parametrize(

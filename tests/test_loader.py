@@ -166,7 +166,7 @@ def test_loader_processes_are_forked_before_there_are_threads_and_none_is_left(p
 
 def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loads(image_folder, monkeypatch):
     dataset, _ = load(image_folder)
-    loader = FixedViewLoader(2, workers=1)
+    loader = FixedViewLoader(2, workers=1, world_size=1, rank=0)
     fine = loader.add(views_of(dataset.select(np.array([0, 1]))))
     deadly = loader.add(views_of(dataset.select(np.array([2, 3]))))
     name, decode_image = dataset.image_name(3), ImageDataset.decode

@@ -4,6 +4,7 @@ import os
 import stat
 import time
 
+import numpy as np
 import pytest
 import torch
 from conftest import encoded, picture, read_metrics, refused, refused_with, title_and_tags, weights_of, without_times
@@ -49,6 +50,9 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     trained |= {"optim/lr", "optim/grad_norm"}
     trained |= {"speed/images_per_second", "speed/data_wait", "speed/executed_tflops", "speed/memory_gb"}
     assert list(read_metrics(folder)) == [1, 2, 3, 4] and set(lines[0]) >= trained
+    seconds = 3600 * np.diff([0, *read_metrics(folder, "speed/hours").values()])
+    images = seconds * [*read_metrics(folder, "speed/images_per_second_overall").values()]
+    assert images == pytest.approx(8)  # of a step
     held_out = [line for line in lines if "heldout/loss" in line]
     assert [line["step"] for line in held_out] == [2, 4]
     assert f"| `heldout/accuracy` | {held_out[-1]['heldout/accuracy']:.4g} |" in card

@@ -169,8 +169,8 @@ class FixedViewLoader:
 
     batch_size: int
     workers: int
-    world_size: int = 1
-    rank: int = 0
+    world_size: int
+    rank: int
 
     def __post_init__(self):
         self.sets = FixedViewSets()
