@@ -54,15 +54,6 @@ def test_the_decoder_begins_as_the_encoder_and_computes_attention_so(fused):
         assert weight.std().item() == pytest.approx(0.02, rel=0.3)
 
 
-@pytest.mark.faults
-def test_the_whole_is_one_graph_to_the_compiler():
-    model = autoencoder()
-    model.encoder.set_grad_checkpointing(True)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for sort in (model.train(), model.eval()):
-        torch.testing.assert_close(compiled(*images_and_corruption()), sort(*images_and_corruption()))
-
-
 @pytest.mark.parametrize(
     "width, depth, decoder",
     [(768, 12, (512, 8, 16)), (1024, 24, (512, 8, 16)), (96, 4, (64, 3, 2)), (16, 1, (32, 1, 1))],

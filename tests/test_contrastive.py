@@ -104,10 +104,8 @@ def expected_flops_per_image():
 
 
 @pytest.mark.faults
-def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
+def test_a_run_looks_like_pre_trainings(tmp_path):
     folder = run(tmp_path / "run", "--run.eval_every=2", "--probe.every=2")
-    files = {path.name for path in folder.iterdir() if "tfevents" not in path.name}
-    assert files == {"config.yaml", "data.json", "metrics.jsonl", "verdict.json", "checkpoints", "encoder", ".lock"}
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
     names = exported(folder)
     assert names and not any("head" in name for name in names)  # the projection stays behind
@@ -115,7 +113,6 @@ def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
         assert list(read_metrics(folder, key))[-2:] == [2, 4]
     assert "self-supervised" in title_and_tags(folder / "encoder")[1]
     assert "SimCLR" in (folder / "encoder" / "README.md").read_text()
-    assert "verdict: held-out accuracy " in capsys.readouterr().out
     flops_per_step = 1e15 * read_metrics(folder, "compute/pflop")[4] / 4
     assert (flops_per_step - newton_schulz(16, 2)) / 8 == expected_flops_per_image()
 

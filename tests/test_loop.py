@@ -57,7 +57,7 @@ def test_images_count_that_this_process_will_still_see(monkeypatch):
 
 def test_every_forward_pass_draws_numbers_of_its_own():
     seeds = set()
-    for seed, step, number, rank in itertools.product(range(2), range(2), range(2), range(3)):
+    for seed, step, number, rank in itertools.product(*[range(2)] * 3, range(3)):
         task = SimpleNamespace(run=SimpleNamespace(seed=seed))
         place = SimpleNamespace(task=task, step=step, layout=BatchLayout(6, 2, 3, rank))
         seeds.add(TrainingStep.seed_of(place, number))

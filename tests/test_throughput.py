@@ -1,9 +1,7 @@
 """Ratios of speed are those of the same round, and FLOPs those of the architecture; a GPU's report can be pasted."""
 
-import json
 import shlex
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from mpp.config.parsing import parse
 
 
 @pytest.mark.faults
-def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
+def test_ratios_are_of_the_same_round(tmp_path, monkeypatch):
     """Of a small model; with few and small files to load from, and a small matrix."""
     monkeypatch.setattr(throughput, "IMAGE_FILES", 16)
     monkeypatch.setattr(throughput, "MATRIX_SIDE", {"cpu": 64})
@@ -38,8 +36,6 @@ def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
     flops = result["flops"]
     assert flops["timm training step"] == 2 * 2 * (3 * (blocks + head) + 2 * embedding)  # pixels get no gradient
     assert 0.9 < flops["mpp training step"] / flops["timm training step"] < 1.02
-    printed = capsys.readouterr().out
-    assert "mpp training step" in printed and "loading on one core" in printed
 
 
 @pytest.mark.parametrize("word, said", [("--rounds=0", "rounds is 0"), ("--model=vit", r"model\.name is vit")])
@@ -110,15 +106,3 @@ def test_a_rehearsal_writes_the_whole_report(tmp_path, monkeypatch, tally):
         assert words in text
     assert pasted(text).data.batch_size == 4
     tally("gpu-report: the whole of it on a CPU")
-
-
-def test_a_speed_that_cannot_be_measured_is_none(monkeypatch):
-    def add(self, title, *words):
-        settings = dict(word[2:].split("=") for word in words[1:])
-        if settings["compile"] == "false":
-            Path(settings["out"]).write_text(json.dumps({"seconds": {"mpp training step": [0.1, 0.2, 0.3]}}))
-
-    monkeypatch.setattr(gpu_report.Report, "add", add)
-    report = gpu_report.Report(None, {}, 0.0)
-    assert report.add_training("vit_base_patch16_224", 256, compile=False) == 1280
-    assert report.add_training("vit_base_patch16_224", 256, compile=True) == 0
