@@ -70,6 +70,9 @@ def test_neighbours_are_those_of_sklearn_and_agree_where_angles_are_kept(rng):
     assert torch.equal(near.sort(1).values, torch.from_numpy(others).sort(1).values)
     turn, _ = np.linalg.qr(rng.normal(size=(16, 16)))
     assert agreement(rows, torch.from_numpy(3 * features @ turn)) == 1
+    assert agreement(rows[:1], rows[:1]) == 1
+    line = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.9, 1.0], [0.0, 1.0]])
+    assert agreement(line, line[[0, 1, 3, 2]], neighbours=1) == 0.25  # the first keeps its own
 
 
 def test_two_crops_share_a_quarter_of_the_image():

@@ -133,6 +133,7 @@ def test_sets_are_loaded_again_and_again(workers):
         next(iter(loader.batches(sets[1 - number])))  # a loop that is left early
     seen = [batch.indices for rank in range(2) for batch in fixed_view_batches(sets[0], 4, 2, rank)]
     assert sorted(torch.cat(seen).tolist()) == list(range(11))
+    assert len(torch.cat([batch.indices for batch in fixed_view_batches(sets[0], 4)])) == 11
 
 
 # --- loader processes ---

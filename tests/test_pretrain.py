@@ -46,6 +46,7 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     assert "birds, 633 images" in card and "  width: 16\n" in card
     first, *lines = read_history(folder)
     assert first["step"] == 0 and set(first) >= {"knn/depth_01", "knn/floor_pixels", "features/rank/depth_01"}
+    assert "features/rank/floor_pixels" not in first
     trained = {"step", "loss", "accuracy", "most_frequent", "nearest", "two_nearest", "unreadable"}
     trained |= {"optim/lr", "optim/grad_norm"}
     trained |= {"speed/images_per_second", "speed/data_wait", "speed/executed_tflops", "speed/memory_gb"}
@@ -59,7 +60,9 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     assert set(held_out[0]) >= {"heldout/accuracy", "heldout/nearest", "knn/depth_01", "knn/depth_02"}
     assert 1 <= held_out[0]["features/rank/depth_01"] <= 8  # as many as images
     said = capsys.readouterr().out
-    assert f"wrote {folder}" in said and f"next: mpp fewshot --encoder {folder}\n" in said
+    assert (
+        "8 held-out images" in said and f"wrote {folder}" in said and f"next: mpp fewshot --encoder {folder}\n" in said
+    )
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
 
 
