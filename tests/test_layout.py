@@ -39,14 +39,6 @@ def test_the_lowest_versions_are_those_that_are_promised():
     assert {name: version.removesuffix(".0") for name, version in lowest.items()} == promised
 
 
-def test_the_hosted_workflow_runs_the_pairs_of_versions_that_a_person_can_run():
-    hosted = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    matrix = hosted["jobs"]["test"]["strategy"]["matrix"]["include"]
-    pairs = re.findall(r"^\t(\S+) (3\.\d+) (\S+)$", (ROOT / "tests" / "versions").read_text(), re.MULTILINE)
-    assert [(pair["name"], pair["python"]) for pair in matrix] == [(name, python) for name, python, _ in pairs]
-    assert all(constraint == "-" or (ROOT / constraint).is_file() for *_, constraint in pairs)
-
-
 def tracked_files():
     """The names of what git tracks."""
     tracked = run_command("git", "ls-files")

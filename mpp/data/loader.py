@@ -20,7 +20,7 @@ from mpp.errors import ReadFailed, UnreadableImage
 from mpp.runtime.processes import raise_together
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 
-CHUNK_BYTES = 4 * 2**20  # of decoded images, after which a loader process hands them over
+CHUNK_BYTES = 4_000_000  # of decoded images, after which a loader process hands them over
 TELLING_IMAGES = 64  # whose mean size tells how much memory all will take
 MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
 
