@@ -149,8 +149,6 @@ def test_batch_norms_of_several_processes_on_cpus_are_refused(tmp_path):
     fails(two)
     assert two.said.count("model.name is test_resnet; it must be a model without batch norms on several") == 2
     assert not (tmp_path / "run").exists()
-    contrastive.main(words)  # one process may
-    assert (tmp_path / "run" / "encoder").is_dir()
 
 
 def test_batch_norms_of_several_gpus_are_synchronised():

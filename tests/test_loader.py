@@ -269,6 +269,10 @@ def test_the_training_process_crops_held_images_itself_where_that_is_quick(
     chosen = in_memory(views, 2 * len(one_broken) - missing, torch.device(device))
     assert chosen.data.workers == workers
     assert bool(chosen.dataset.decoded) == (missing == 0)
+    monkeypatch.setattr(loader, "WORKERS_ARE_FORKS", False)  # a process that is not a fork has no image that is held
+    for workers in (0, 1):
+        alone = replace(views, data=DataConfig(workers=workers))
+        assert bool(in_memory(alone, 99, torch.device(device)).dataset.decoded) == (workers == 0)
 
 
 # --- samples: one view of held-out images, others in each epoch, and replacements of images that cannot be decoded ---

@@ -59,10 +59,9 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     assert f"| `heldout/accuracy` | {held_out[-1]['heldout/accuracy']:.4g} |" in card
     assert set(held_out[0]) >= {"heldout/accuracy", "heldout/nearest", "knn/depth_01", "knn/depth_02"}
     assert 1 <= held_out[0]["features/rank/depth_01"] <= 8  # as many as images
-    said = capsys.readouterr().out
-    assert (
-        "8 held-out images" in said and f"wrote {folder}" in said and f"next: mpp fewshot --encoder {folder}\n" in said
-    )
+    said, shown = capsys.readouterr()
+    assert "training: 100%" in shown and "8 held-out images" in said
+    assert f"wrote {folder}" in said and f"next: mpp fewshot --encoder {folder}\n" in said
     assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
 
 

@@ -21,7 +21,7 @@ from mpp.data.retry import read_with_retries
 from mpp.data.views import ViewDataset
 from mpp.errors import ReadFailed
 from mpp.training.checkpoint import kept_steps
-from mpp.training.loop import RECENT_IMAGES, Loop, refuse_undecodable
+from mpp.training.loop import Loop, refuse_undecodable
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ def test_most_of_the_latest_images_count_and_not_the_whole_life():
     few = [fake_batch(0, 31), fake_batch(64, 0), *[fake_batch(51, 49)] * 50]
     assert len([*refuse_undecodable(iter(few))]) == len(few)
     batches = refuse_undecodable(itertools.chain([fake_batch(64, 0)] * 2000, itertools.repeat(fake_batch(64, 100))))
-    for _ in range(2000 + RECENT_IMAGES // 164 - 1):
+    for _ in range(2000 + 1024 // 164 - 1):
         next(batches)
-    with refused(rf"\d+ of the last {RECENT_IMAGES} images cannot be decoded, such as 99.png"):
+    with refused(r"\d+ of the last 1024 images cannot be decoded, such as 99.png"):
         for _ in range(2):
             next(batches)
 

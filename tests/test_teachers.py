@@ -278,7 +278,9 @@ def test_the_share_of_targets_that_places_explain():
         spread = summarize(measure_features(targets, targets * scale, places, 5))
         assert spread["target_place"] == pytest.approx(float(expected))
     for known in (targets[:1], 0 * targets):  # each at a place of its own; all alike
-        assert "target_place" not in summarize(measure_features(known, known, places[: len(known)], 5))
+        found = summarize(measure_features(known, known, places[: len(known)], 5))
+        assert "target_place" not in found
+    assert found["target_share"] == 0
 
 
 def test_no_norm_hides_a_collapse():

@@ -18,13 +18,13 @@ from evaluation.frozen.run_images import COLOUR_BASELINE, is_colour_baseline
 from mpp.config import HOW_READ, ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import Unavailable
 from mpp.features.frozen import features_at, stages
+from mpp.features.probe import BASELINE_CELLS
 from mpp.models.descriptions import is_named
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.plain import set_attention
 from mpp.objectives import palette_for
 from mpp.runtime.hardware import uses_gpu
 
-CELLS_PER_SIDE = 8  # of the colour baselines
 BASELINE_SIZE = 64  # of the images that a colour baseline is shown, where nothing else is asked for
 BASELINE_CROP_PCT = 0.875
 
@@ -87,8 +87,8 @@ class ColorBaseline(nn.Module):
         self.palette = palette_for(ObjectiveConfig(), channels)
         self.img_size = sides(img_size or BASELINE_SIZE)
         self.crop_pct = BASELINE_CROP_PCT
-        fits = all(side % CELLS_PER_SIDE == 0 for side in self.img_size)
-        require(fits, "img_size", img_size, f"a multiple of {CELLS_PER_SIDE}")
+        fits = all(side % BASELINE_CELLS == 0 for side in self.img_size)
+        require(fits, "img_size", img_size, f"a multiple of {BASELINE_CELLS}")
 
     @property
     def model(self) -> nn.Module:
@@ -97,7 +97,7 @@ class ColorBaseline(nn.Module):
 
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
         """As in FrozenEncoder; there is one depth and one representation."""
-        cells = rearrange(images, "b c (h p) (w q) -> b (h w) c p q", h=CELLS_PER_SIDE, w=CELLS_PER_SIDE)
+        cells = rearrange(images, "b c (h p) (w q) -> b (h w) c p q", h=BASELINE_CELLS, w=BASELINE_CELLS)
         if self.kind == "pixels":
             sums = cells.sum((-2, -1), dtype=torch.float64)  # (B, 64, C)
             return [sums.flatten(1).float() / (255 * cells[0, 0, 0].numel())]

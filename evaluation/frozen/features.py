@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.config import EmbedConfig, EncoderConfig, ExtractionConfig, ProbeDataConfig
-from evaluation.frozen.encoder import CELLS_PER_SIDE, ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
+from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.run_images import DEV, IMAGE_SETTINGS, LoadedSplits, check_labels_unseen
 from evaluation.metrics.scoring import Outcomes
 from mpp.config import SourceConfig, require
@@ -32,6 +32,7 @@ from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import deaths_explained
 from mpp.errors import NPZ_ERRORS, UserError
 from mpp.features.frozen import extract
+from mpp.features.probe import BASELINE_CELLS
 from mpp.runtime.files import complete
 from mpp.runtime.messages import counted, note, progress_bar, shortened, warn
 from mpp.runtime.randomness import Stream, permutation
@@ -393,7 +394,7 @@ def open_baselines(
     baselines: dict[str, Any] = {}
     if not frozen.random:
         _, *baselines["random weights"] = open_extraction(replace(frozen, random=True), data, how, accelerator)
-    baselines["pixels"] = [0], lambda images: [F.adaptive_avg_pool2d(images.float() / 255, CELLS_PER_SIDE).flatten(1)]
+    baselines["pixels"] = [0], lambda images: [F.adaptive_avg_pool2d(images.float() / 255, BASELINE_CELLS).flatten(1)]
     return baselines
 
 

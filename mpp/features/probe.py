@@ -31,7 +31,7 @@ from mpp.features.neighbours import find_other_neighbours, knn_predict
 from mpp.runtime.processes import on_main_process
 
 MAX_IMAGES_FOR_RANK = 2048  # at most so many are compared with each other, by their neighbours or in a picture
-BASELINE_CELLS = 8  # per side, of the colour baseline: as `floor:pixels` of the evaluation
+BASELINE_CELLS = 8  # per side, of the colour baselines, here and in `floor:pixels` of the evaluation
 BASELINE = "floor_pixels"
 GENERAL = "general/knn"
 AGREEMENT_NEIGHBOURS = 5
