@@ -55,9 +55,7 @@ def test_the_newest_stay_and_those_that_are_to_be_kept_but_none_of_later_steps(t
     assert checkpoint.kept_steps(tmp_path) == [2, 6]
 
 
-@pytest.mark.parametrize(
-    "written, read", [([{}, {}], {}), ([{4: [3, 5]}], {4: [3, 5]}), ([{}, {0: [1]}], None)], ids=["no", "yes", "no fit"]
-)
+@pytest.mark.parametrize("written, read", [([{}, {}], {}), ([{4: [3, 5]}], {4: [3, 5]}), ([{}, {0: [1]}], None)])
 def test_only_a_stream_needs_as_many_processes_as_before(tmp_path, monkeypatch, written, read):
     model, optimizer = network(0)
     save_checkpoint(tmp_path, 3, snapshot(model, optimizer), written)

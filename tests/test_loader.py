@@ -13,12 +13,13 @@ import pytest
 import torch
 from colours import load
 from comparisons import noted
-from conftest import refused, views_of
+from conftest import dataset_of, encoded, picture, refused, views_of
 from torch.testing import assert_close
 
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.corruption import Corruption, draw
 from mpp.data import loader, workers
+from mpp.data.columns import without_decoding
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import (
     BatchLayout,
@@ -243,12 +244,13 @@ def test_images_are_held_in_memory_where_all_fit(one_broken, workers, monkeypatc
     assert cache_decoded(one_broken, DataConfig(workers=workers, cache_gb=0)) is one_broken
 
 
-def test_images_that_will_not_fit_are_not_all_decoded(one_broken, monkeypatch):
-    monkeypatch.setattr(loader, "CHUNK_BYTES", 2 * IMAGE_BYTES)
-    monkeypatch.setattr(loader, "TELLING_IMAGES", 2)
+def test_images_that_will_not_fit_are_not_all_decoded(monkeypatch):
+    """The first 64 tell how much memory all will take."""
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 1)
+    many = ImageDataset(without_decoding(dataset_of([encoded(picture())] * 200), "image"), "image", None, "train")
     with patch.object(ImageDataset, "decode", autospec=True, side_effect=ImageDataset.decode) as decode:
-        assert not cache_decoded(one_broken, DataConfig(workers=0, cache_gb=4 * IMAGE_BYTES / 1e9)).decoded
-    assert 0 < decode.call_count <= 3
+        assert not cache_decoded(many, DataConfig(workers=0, cache_gb=90 * IMAGE_BYTES / 1e9)).decoded
+    assert decode.call_count == 64
 
 
 @pytest.mark.parametrize(
@@ -269,10 +271,9 @@ def test_the_training_process_crops_held_images_itself_where_that_is_quick(
     chosen = in_memory(views, 2 * len(one_broken) - missing, torch.device(device))
     assert chosen.data.workers == workers
     assert bool(chosen.dataset.decoded) == (missing == 0)
-    monkeypatch.setattr(loader, "WORKERS_ARE_FORKS", False)  # a process that is not a fork has no image that is held
-    for workers in (0, 1):
-        alone = replace(views, data=DataConfig(workers=workers))
-        assert bool(in_memory(alone, 99, torch.device(device)).dataset.decoded) == (workers == 0)
+    monkeypatch.setattr(loader, "WORKERS_ARE_FORKS", False)  # others do not inherit what is held
+    one_worker = replace(views, data=DataConfig(workers=1))
+    assert not in_memory(one_worker, 99, torch.device(device)).dataset.decoded
 
 
 # --- samples: one view of held-out images, others in each epoch, and replacements of images that cannot be decoded ---
