@@ -2,7 +2,8 @@
 
 What mixes devices raises, as on a GPU. What makes the host wait for a GPU is noted, with the place in our code. bf16
 autocast is done, for the operations that it is about. torch has such devices in Python since 2.10; no stream, no
-memory of its own and no kernel is pretended. `pretend` is for a process of its own: there is no way back.
+memory of its own and no kernel is pretended: it cannot show a GPU's rounding, speed or memory, or several GPUs.
+`pretend` is for a process of its own: there is no way back.
 """
 
 import importlib

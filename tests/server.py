@@ -1,6 +1,7 @@
 """A forking test server: imports once, then starts each command in a fresh process group within milliseconds.
 
 It is multiprocessing's own fork server. Nothing is computed in it, so that every child starts as a new process would.
+It cannot show how long a start takes, what an import does, or what the launcher passes on.
 """
 
 import ctypes

@@ -1,7 +1,8 @@
 """A Slurm cluster of two virtual nodes on this machine. It needs root, slurm-wlm and munge (`tests/rehearsals`).
 
 Its nodes are n1 and n2, each with 64 pretended CPUs and 8 pretended GPUs. Its daemons, and so its jobs, live in a mount
-namespace where these names lead to this machine; nothing of the machine is changed.
+namespace where these names lead to this machine; nothing of the machine is changed. It cannot show a network between
+nodes, a shared file system that lags, or GPUs.
 """
 
 import os

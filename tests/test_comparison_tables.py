@@ -118,9 +118,6 @@ def test_a_table_has_the_name_and_the_unit_of_each_score(kinds, headings, body, 
     assert any(row[0] == f"a, {kinds[-1]}" and row[2].startswith(difference) for row in found)
 
 
-# --- sentences ---
-
-
 def test_baselines_are_a_sentence_and_no_columns():
     """They depend on the images and masks, not on the encoder."""
     masked = ROW | {"evaluation": "masked", "case": "model"}
@@ -130,21 +127,6 @@ def test_baselines_are_a_sentence_and_no_columns():
     reached, not_comparable = remarks(*rows)
     assert reached == "Without an encoder: nearest 25.0 to 30.0% in masked."
     assert not_comparable.startswith("Accuracies of masked patches are not comparable")
-    assert remarks(masked, nearest) == ["Without an encoder: nearest 25.0% in masked."]
-    labelled = ROW | {"baselines": {"largest class": 0.253}}
-    assert remarks(labelled) == ["Without an encoder: largest class 25.3% on birds."]
-
-
-@pytest.mark.parametrize("key", ["seed", "encoder_seed"])
-def test_a_sentence_says_what_the_spread_is_over(key):
-    assert remarks(ROW, ROW | {key: 1}) == ["± is the standard deviation over seeds and draws."]
-
-
-def test_encoders_that_a_plot_leaves_out_are_named(fine_tuned):
-    """They are in the table: those without compute."""
-    (sentence,) = remarks(*fine_tuned, ROW | {"encoder": "floor"}, plot="lines", x="compute")
-    assert sentence.startswith("Not in the plot") and sentence.endswith(": floor.")
-    assert remarks(*fine_tuned, plot="lines", x="compute") == []
 
 
 # --- plots ---

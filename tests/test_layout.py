@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,18 @@ def test_a_module_run_as_a_script_shadows_no_other(module):
     dependencies = {re.split(r"[\[>=<;\s]", line)[0] for line in importlib.metadata.requires(DISTRIBUTION)}
     taken = sys.stdlib_module_names | {name.replace("-", "_") for name in dependencies} | {"yaml", "PIL", "evaluate"}
     assert module.stem not in taken
+
+
+SCRIPTS = [module for module in MODULES if "run_main(main)" in module.read_text()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_script_is_a_command(script, monkeypatch, capsys):
+    """As `accelerate launch` runs it: by its path."""
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert not ended.value.code and "--" in capsys.readouterr().out
 
 
 def test_every_package_is_in_the_wheel():
