@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import TINY, put_picture, tiny_without
+from conftest import FAST, TINY, put_picture, tiny_without
 
-FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 OF_MODEL = tuple(each for each in TINY if each.startswith("--model"))
 OF_TRAINING = tiny_without("--probe", "--model", "--data.eval_images")
 TO_KEEP = ("--data.eval_fraction=0.3", "--l2=0.01", "--baselines=false", "--save=true")

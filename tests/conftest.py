@@ -37,6 +37,7 @@ TINY = (
 )
 
 
+FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")  # of evaluations
 ONLY_MASKED = ("--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0")
 ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
 

@@ -8,9 +8,8 @@ import pytest
 import tifffile
 import timm
 import torch
-from classified_images import FAST
 from colours import write
-from conftest import ONLY_MASKED, each_of, read_json, read_metrics, refused, same
+from conftest import FAST, ONLY_MASKED, each_of, read_json, read_metrics, refused, same
 from image_files import tiff
 from numpy.testing import assert_allclose
 from PIL import Image

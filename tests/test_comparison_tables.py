@@ -127,6 +127,14 @@ def test_baselines_are_a_sentence_and_no_columns():
     reached, not_comparable = remarks(*rows)
     assert reached == "Without an encoder: nearest 25.0 to 30.0% in masked."
     assert not_comparable.startswith("Accuracies of masked patches are not comparable")
+    labelled = ROW | {"baselines": {"largest class": 0.253}}
+    assert remarks(labelled) == ["Without an encoder: largest class 25.3% on birds."]
+
+
+def test_encoders_that_a_plot_leaves_out_are_named(fine_tuned):
+    """They are in the table: those without compute."""
+    (sentence,) = remarks(*fine_tuned, ROW | {"encoder": "floor"}, plot="lines", x="compute")
+    assert sentence.endswith(": floor.")
 
 
 # --- plots ---

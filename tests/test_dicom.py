@@ -8,9 +8,8 @@ import imagecodecs
 import numpy as np
 import pytest
 import torch
-from classified_images import FAST
 from colours import write
-from conftest import TINY, picture
+from conftest import FAST, TINY, picture
 from dicom_files import SECRETS, dicom
 from image_files import decode_with, unreadable
 from numpy.testing import assert_allclose, assert_array_equal

@@ -4,8 +4,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from classified_images import FAST
-from conftest import encoded, interrupted_after, picture, refused
+from conftest import FAST, encoded, interrupted_after, picture, refused
 from PIL import Image
 
 import mpp

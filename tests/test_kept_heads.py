@@ -1,7 +1,6 @@
 """Heads that probes keep: their weights, what they predict, and the encoder that they are of."""
 
-from classified_images import FAST
-from conftest import CUT, refused
+from conftest import CUT, FAST, refused
 
 from evaluation import features, linear
 from evaluation.frozen.kept_heads import load_head

@@ -7,8 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from classified_images import FAST
-from conftest import encoded, refused
+from conftest import FAST, encoded, refused
 from datasets import ClassLabel, List, Value
 from numpy.testing import assert_allclose
 from PIL import Image

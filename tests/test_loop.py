@@ -58,7 +58,6 @@ def test_images_count_that_this_process_will_still_see(monkeypatch):
 def test_every_forward_pass_draws_numbers_of_its_own():
     seeds = set()
     for seed, step, number, rank in itertools.product(*[range(2)] * 3, range(3)):
-        task = SimpleNamespace(run=SimpleNamespace(seed=seed))
-        place = SimpleNamespace(task=task, step=step, layout=BatchLayout(6, 2, 3, rank))
-        seeds.add(TrainingStep.seed_of(place, number))
+        run = SimpleNamespace(run=SimpleNamespace(seed=seed))
+        seeds.add(TrainingStep.seed_of(SimpleNamespace(task=run, step=step, layout=BatchLayout(6, 2, 3, rank)), number))
     assert len(seeds) == 24 and 62 < max(seeds).bit_length() <= 63

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import ONLY_MASKED, read_metrics, refused, tiny_without
+from conftest import FAST, ONLY_MASKED, read_metrics, refused, tiny_without
 from model_inputs import MASKED, by_timm, draw_batch, names_where, randomize, scales_of
 from timm.models.eva import Eva
 from torch import nn
@@ -197,7 +197,7 @@ def test_a_run_trains_and_its_encoder_is_evaluated(name, pretrain, tmp_path):
     folder = pretrain(*numbers, *RUNS[name], "--run.steps=2")
     assert len(read_metrics(folder)) == 2
     assert is_plain(by_timm(folder / "encoder"))
-    fast = ("--data.workers=0", "--precision=fp32", "--threads=1", f"--encoder={folder}")
+    fast = (*FAST, f"--encoder={folder}")
     knn.main([*fast, f"--out={tmp_path / 'knn'}"])
     visualize.main([*fast, f"--out={tmp_path / 'pictures'}"])
     assert list((tmp_path / "pictures").glob("attention*"))

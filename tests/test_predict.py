@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
-from classified_images import FAST, NAMES, OF_MODEL, OF_TRAINING, TO_KEEP, predict_to, read_csv, write_images
+from classified_images import NAMES, OF_MODEL, OF_TRAINING, TO_KEEP, predict_to, read_csv, write_images
 from comparisons import noted
-from conftest import interrupted_after, put_picture, read_json, refused
+from conftest import FAST, interrupted_after, put_picture, read_json, refused
 from safetensors.torch import load_file, save_file
 from server import Command
 

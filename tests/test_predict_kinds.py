@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 import timm
 import torch
-from classified_images import FAST, OF_TRAINING, predict_to
-from conftest import read_json, refused
+from classified_images import OF_TRAINING, predict_to
+from conftest import FAST, read_json, refused
 from PIL import Image
 from safetensors.torch import load_file
 from test_label_kinds import colours, write_images

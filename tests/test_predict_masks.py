@@ -9,8 +9,8 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from classified_images import FAST, read_csv
-from conftest import dataset_of, encoded, interrupted_after, picture, read_json, refused
+from classified_images import read_csv
+from conftest import FAST, dataset_of, encoded, interrupted_after, picture, read_json, refused
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import jaccard_score

@@ -8,9 +8,8 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from classified_images import FAST
 from comparisons import noted
-from conftest import TINY, refused, write_pictures
+from conftest import FAST, TINY, refused, write_pictures
 from model_inputs import HALVES, random_images, small_vit
 from safetensors.torch import save_file
 from scipy.stats import entropy

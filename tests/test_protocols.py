@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from classified_images import FAST
+from conftest import FAST
 from torch.nn.functional import batch_norm
 from torch.testing import assert_close
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CUT, dataset_of, encoded, picture, refused, tiny_without, write_classes
-from test_run_images import FAST
+from test_run_images import ONE_SHOT
 
 from evaluation import fewshot, supervised
 from evaluation.frozen.run_images import check_labels_unseen
@@ -91,16 +91,16 @@ def test_a_few_duplicates_are_no_reason_to_refuse(supervised_run, image_folder, 
 
 
 def test_test_images_whose_labels_were_learned_are_refused(supervised_run, image_folder, tmp_path, capsys, pretrain):
-    fewshot.main([f"--encoder={supervised_run}", *FAST])
+    fewshot.main([f"--encoder={supervised_run}", *ONE_SHOT])
     assert "was trained with labels of these training images" in capsys.readouterr().out
     with refused(r"training images; for test false, train it with --data\.eval_split null"):
-        fewshot.main([f"--encoder={supervised_run}", *FAST, "--test=false"])
+        fewshot.main([f"--encoder={supervised_run}", *ONE_SHOT, "--test=false"])
 
     other_cut = [f"--data.path={image_folder}", *CUT, "--data.cut_seed=1"]
     learned = rf"trained with the labels of [123] of these 3 test images; .*{image_folder}"
     with refused(learned):
-        fewshot.main([f"--encoder={supervised_run}", *other_cut, *FAST])
-    fewshot.main([f"--encoder={supervised_run}", *other_cut, *FAST, "--random=true"])
+        fewshot.main([f"--encoder={supervised_run}", *other_cut, *ONE_SHOT])
+    fewshot.main([f"--encoder={supervised_run}", *other_cut, *ONE_SHOT, "--random=true"])
     weights = supervised_run / "encoder" / "model.safetensors"
     with refused(f"was {learned}"):  # as --checkpoint has it
         check_labels_unseen(*evaluated_on(weights, image_folder, cut_seed=1))
@@ -111,4 +111,4 @@ def test_test_images_whose_labels_were_learned_are_refused(supervised_run, image
         supervised.main(continued)
     built_on = pretrain(*other_cut, f"--model.init_from={weights}", "--run.steps=1")
     with refused(rf"encoder is {built_on}, which builds on {weights}, which was {learned}"):
-        fewshot.main([f"--encoder={built_on}", *FAST])
+        fewshot.main([f"--encoder={built_on}", *ONE_SHOT])

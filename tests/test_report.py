@@ -11,8 +11,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from classified_images import FAST
-from conftest import ROOT, TINY, put_picture, refused, write_pictures
+from conftest import FAST, ROOT, TINY, put_picture, refused, write_pictures
 from PIL import Image
 
 from evaluation import check, contrastive

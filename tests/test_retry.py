@@ -133,7 +133,7 @@ def fake_batch(good, bad):
 
 
 def test_most_of_the_latest_images_count_and_not_the_whole_life():
-    assert [*refuse_undecodable(iter([fake_batch(16, 16)]))]
+    next(refuse_undecodable(iter([fake_batch(16, 16)])))
     with refused("17 of the last 32 images"):
         next(refuse_undecodable(iter([fake_batch(15, 17)])))
     few = [fake_batch(0, 31), fake_batch(64, 0), *[fake_batch(51, 49)] * 50]

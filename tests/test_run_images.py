@@ -9,7 +9,7 @@ import pytest
 import yaml
 from classified_images import OF_TRAINING
 from comparisons import noted
-from conftest import CUT, encoded, picture, put_picture, read_json, refused, write_pictures
+from conftest import CUT, FAST, encoded, picture, put_picture, read_json, refused, write_pictures
 from PIL import Image
 
 from evaluation import fewshot, finetune, knn
@@ -18,7 +18,7 @@ from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import load_images_of, parse_and_load
 from mpp.data import sources
 
-FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
+ONE_SHOT = (*FAST, "--shots=1", "--seeds=0")
 
 
 def own_images(run, *words):
@@ -76,7 +76,7 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, capsys):
     cut = (*CUT, "--data.cut_seed=3", "--data.train_images=8")
     folder = pretrain(f"--data.path={image_folder}", *cut, "--run.steps=1")
     capsys.readouterr()
-    report = fewshot.main([f"--encoder={folder}", *FAST])
+    report = fewshot.main([f"--encoder={folder}", *ONE_SHOT])
     printed = capsys.readouterr().out
     assert f"the images of {folder}: --data.path {image_folder} --data.eval_split null --data.eval_fraction" in printed
     assert "9 labelled images to learn from, 3 to evaluate on" in printed
@@ -119,7 +119,7 @@ def test_a_run_is_evaluated_on_its_own_images_from_any_folder(of_a_relative_path
 
     put_picture(new := image_folder / "cat" / "00.png", 99)
     with refused(rf"{image_folder} no longer holds the images of {of_a_relative_path}"):
-        fewshot.main([f"--encoder={of_a_relative_path}", *FAST])
+        fewshot.main([f"--encoder={of_a_relative_path}", *ONE_SHOT])
     new.unlink()
     put_picture(image_folder / "cat" / "01.png", 98)
     with refused(r"train: files changed"):

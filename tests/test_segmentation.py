@@ -4,7 +4,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import dataset_of, encoded, picture, read_json, refused
+from conftest import FAST, dataset_of, encoded, picture, read_json, refused
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
 from sklearn.neighbors import KNeighborsClassifier
@@ -39,7 +39,7 @@ from mpp.data.sources import load_splits
 from mpp.errors import ReadFailed, UnreadableImage
 from mpp.runtime.randomness import FIXED_VIEW
 
-FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--steps=20", "--lr=0.01", "--seeds=0")
+QUICK = (*FAST, "--steps=20", "--lr=0.01", "--seeds=0")
 GREY = 100  # between classes, in images that equal their masks
 
 
@@ -94,7 +94,7 @@ def masked_parquet(folder, count=16, broken=(), without=(), number=lambda mask: 
 def segment(encoder, images, *options):
     """The report on patches of the images of a folder or a file."""
     return segmentation.main(
-        [f"--encoder={encoder}", f"--data.path={images}", "--data.mask_column=classes", *FAST, *options]
+        [f"--encoder={encoder}", f"--data.path={images}", "--data.mask_column=classes", *QUICK, *options]
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import ROOT
+from test_pages import WRITTEN_BY_PROGRAMS, pages
 
 PLAIN_WORDS = {
     r"(?<![{*])\bbeside\b(?!:)": "next to",
@@ -24,7 +25,6 @@ PLAIN_WORDS = {
 }
 """Pattern -> the plain word."""
 SEVERAL_WORDS = re.compile(r"[A-Za-z].*\s.*[A-Za-z]", re.DOTALL)
-GENERATED_PAGES = ("table.md", "settings.md", "ATTRIBUTION.md")
 
 
 def shown_in_code():
@@ -40,11 +40,10 @@ def shown_in_code():
 
 
 def lines_of_pages() -> Iterator[tuple[str, str]]:
-    for folder in ("", "configs", "evaluation", "mpp", "tests", ".github"):
-        for page in (ROOT / folder).glob("**/*.md" if folder else "*.md"):
-            if page.name not in GENERATED_PAGES:
-                for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-                    yield f"{page.relative_to(ROOT)}:{number}", line
+    for page in pages():
+        if page.name not in WRITTEN_BY_PROGRAMS:
+            for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+                yield f"{page.relative_to(ROOT)}:{number}", line
 
 
 CODE, PAGES = [*shown_in_code()], [*lines_of_pages()]

@@ -82,7 +82,8 @@ def test_parts_that_fail_or_hang_leave_the_others_alone(tmp_path, monkeypatch):
         report = gpu_report.Report(file, {}, time.monotonic() + 1)
         for part in ("fails", "hangs", "fails"):
             report.add(part, part)
-    failed, hung, late = (tmp_path / "report.txt").read_text().split("== ")[1:]
+        assert report.add_training("test_vit", 1, compile=True) == 0
+    failed, hung, late, _ = (tmp_path / "report.txt").read_text().split("== ")[1:]
     assert "RuntimeError: CUDA error" in failed and "exit code 1" in failed
     assert "begun" in hung and "stopped: the time is over" in hung
     assert "stopped" in late

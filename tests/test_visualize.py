@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from classified_images import FAST
 from comparisons import noted
-from conftest import equal_tensors, exported, refused, write_pictures
+from conftest import FAST, equal_tensors, exported, refused, write_pictures
 from einops import rearrange
 from model_inputs import random_images, small_vit
 from numpy.testing import assert_allclose

@@ -17,8 +17,7 @@ from evaluation.config import EncoderConfig, ProbeDataConfig
 from evaluation.frozen.run_images import COLOUR_BASELINE, is_colour_baseline
 from mpp.config import HOW_READ, ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import Unavailable
-from mpp.features.frozen import features_at, stages
-from mpp.features.probe import BASELINE_CELLS
+from mpp.features.frozen import BASELINE_CELLS, features_at, stages
 from mpp.models.descriptions import is_named
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.plain import set_attention

@@ -31,8 +31,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import deaths_explained
 from mpp.errors import NPZ_ERRORS, UserError
-from mpp.features.frozen import extract
-from mpp.features.probe import BASELINE_CELLS
+from mpp.features.frozen import BASELINE_CELLS, extract
 from mpp.runtime.files import complete
 from mpp.runtime.messages import counted, note, progress_bar, shortened, warn
 from mpp.runtime.randomness import Stream, permutation

@@ -26,6 +26,7 @@ from mpp.models.plain import has_class
 from mpp.runtime.processes import gloo_group
 
 IMAGES_PER_FORWARD = 64
+BASELINE_CELLS = 8  # per side, of the colour baselines of the probe and of `floor:pixels`
 
 
 # --- the features of some images ---

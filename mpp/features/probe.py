@@ -25,13 +25,12 @@ from mpp.data.remote import cached_commit
 from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.data.views import ViewDataset
 from mpp.features.drift import keep_start, measure_drift
-from mpp.features.frozen import extract, features_at, stages
+from mpp.features.frozen import BASELINE_CELLS, extract, features_at, stages
 from mpp.features.metrics import effective_rank, is_right
 from mpp.features.neighbours import find_other_neighbours, knn_predict
 from mpp.runtime.processes import on_main_process
 
 MAX_IMAGES_FOR_RANK = 2048  # at most so many are compared with each other, by their neighbours or in a picture
-BASELINE_CELLS = 8  # per side, of the colour baselines, here and in `floor:pixels` of the evaluation
 BASELINE = "floor_pixels"
 GENERAL = "general/knn"
 AGREEMENT_NEIGHBOURS = 5
