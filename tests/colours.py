@@ -1,6 +1,5 @@
 """Images whose colour says what they show, and what a dataset makes of them."""
 
-import os
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -35,12 +34,6 @@ def write(root: Path, files: dict[str, int | str | bytes]) -> Path:
         content = colour(content) if isinstance(content, int) else content
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     return root
-
-
-def save(file: Path | str, kind: int = 0, form: str = "PNG") -> None:
-    """Write such an image, and the folders that it is in."""
-    os.makedirs(os.path.dirname(file), exist_ok=True)
-    Path(file).write_bytes(colour(kind, form))
 
 
 def save_classes(root: Path, names: Iterable[str], count: int = 2) -> None:

@@ -104,9 +104,11 @@ def uncollected(monkeypatch):
 @pytest.fixture(autouse=True)
 def fresh_messages():
     """A message is printed once in a process: every test starts as a new process does."""
+    from mpp.data.workers import allow_warning_again
     from mpp.runtime import messages
 
     messages.tell.cache_clear()
+    allow_warning_again()
 
 
 @pytest.fixture(autouse=True)

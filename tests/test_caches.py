@@ -9,8 +9,8 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import pytest
-from colours import CATS_AND_DOGS, save, save_classes, splits_of
-from conftest import refused, run_command
+from colours import CATS_AND_DOGS, save_classes, splits_of
+from conftest import put_picture, refused, run_command
 
 from mpp.data import caches
 from mpp.data.caches import cached
@@ -73,7 +73,7 @@ def test_processes_that_start_together_walk_once(cache, tmp_path):
         walked = [line for line in walks.read_text().splitlines() if line.startswith(str(tmp_path / "data"))]
         assert len(walked) == 3 and len({*walked}) == 3
         assert not [*cache.rglob("*.arrow")]
-        save(tmp_path / "data" / "cat" / "new.png")
+        put_picture(tmp_path / "data" / "cat" / "new.png")
         walks.unlink()
 
 

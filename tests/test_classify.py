@@ -12,17 +12,14 @@ from classified_images import OF_MODEL
 from comparisons import noted
 from conftest import (
     TINY,
-    Killed,
     equal_tensors,
     exported,
-    kill_at,
     killed_at,
     read_json,
     read_metrics,
     refused,
     tiny_without,
     title_and_tags,
-    weights_of,
     write_pictures,
 )
 from model_inputs import HALVES, random_images, scaled
@@ -47,7 +44,6 @@ from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import export_encoder, learned_labels
 from mpp.models.encoder import Normalize
 from mpp.models.plain import checkpoint_activations
-from mpp.training.checkpoint import complete_checkpoints
 
 BASE = tiny_without("--probe", "--model")
 
@@ -251,11 +247,10 @@ def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypat
     assert result["dev_accuracy"] == read_metrics(tmp_path / "lr_0.1", "dev/accuracy")[1]
 
 
-def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, encoder, monkeypatch, finetunings):
-    kill_at(monkeypatch, 0)
+def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, encoder, finetunings):
     for init in ("encoder", "random"):
-        with pytest.raises(Killed):
-            fine_tune(tmp_path / init, encoder, "--img_size=48", "--lrs=0.01", f"--init={init}")
+        with killed_at(0):
+            fine_tune(tmp_path / init, encoder, "--img_size=48", "--lrs=0.01", "--drop_path=0.2", f"--init={init}")
     source = exported(encoder.parent)
     tuned, random = (task.model.encoder.state_dict() for task in finetunings)
     expected = timm.layers.resample_abs_pos_embed(source["pos_embed"], (6, 6), num_prefix_tokens=1)
@@ -263,6 +258,7 @@ def test_finetuning_starts_from_the_encoder_resampled_as_timm_does(tmp_path, enc
     weight = "blocks.0.attn.qkv.weight"
     assert torch.equal(tuned[weight], source[weight]) and not torch.equal(random[weight], source[weight])
     assert all(parameter.requires_grad for parameter in finetunings[0].model.parameters())
+    assert finetunings[0].model.encoder.blocks[-1].drop_path1.drop_prob == pytest.approx(0.2)
 
 
 def test_the_card_names_a_file_of_weights_and_has_no_licence_of_timms_own(tmp_path):
@@ -272,19 +268,6 @@ def test_the_card_names_a_file_of_weights_and_has_no_licence_of_timms_own(tmp_pa
     card = (tmp_path / "run" / "lr_0.1" / "encoder" / "README.md").read_text()
     assert f"Trained with labels, from {file}." in card
     assert timm.get_pretrained_cfg("test_vit").license and "license:" not in card
-
-
-def test_a_kill_during_finetuning_loses_nothing(tmp_path, encoder, finetunings):
-    """With the modern recipe."""
-    modern = [*MIXED, "--drop_path=0.2", "--optim.name=adam", "--optim.layer_decay=0.65", "--optim.weight_decay=0.05"]
-    fine_tune(tmp_path / "whole", encoder, "--lrs=0.001", *modern)
-    assert finetunings[0].model.encoder.blocks[-1].drop_path1.drop_prob == pytest.approx(0.2)
-    with killed_at(3):
-        fine_tune(tmp_path / "killed", encoder, "--lrs=0.001", *modern)
-    killed, whole = (tmp_path / name / "lr_0.001" for name in ("killed", "whole"))
-    assert len(complete_checkpoints(killed)) == 1
-    fine_tune(tmp_path / "killed", encoder, "--lrs=0.001", *modern)
-    assert weights_of(killed) == weights_of(whole)
 
 
 class OnPixels(Classification):

@@ -25,7 +25,7 @@ SGD = ("--optim.name=sgd", "--optim.lr=1e-2")
 CLUSTER = ("--model.attention=fused", "--model.activation_checkpointing=true", "--model.drop_path=0.1")
 
 
-def as_one_graph(folder, dies_at=None, backend="inductor"):
+def as_one_graph(folder, dies_at=None, backend="aot_eager"):
     """In each process: refuse graph breaks; note how many graphs there are after each step."""
     compiled, finish_step = torch.nn.Module.compile, TrainingStep.finish
     torch.nn.Module.compile = lambda module: compiled(module, fullgraph=True, backend=backend)
@@ -76,7 +76,7 @@ def test_a_model_that_is_sharded_is_not_compiled(tmp_path):
     fails(run, "run.compile is true; it must be false where")
 
 
-def losses_of_both(folder, words, tolerance, processes=1, backend="inductor"):
+def losses_of_both(folder, words, tolerance, processes=1, backend="aot_eager"):
     """Train uncompiled, and compiled: the losses are close, and the one graph is made for the first update alone."""
     plain, compiled = (f"--run.dir={folder / name}" for name in ("plain", "compiled"))
     runs = (*words, plain, "then", *words, "--run.compile=true", compiled)
@@ -106,17 +106,19 @@ KINDS["rotations, autoencoder"] += ("--model.position=learned", "--network.decod
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_training_is_one_graph_and_the_same(tmp_path, kind):
     tolerance, *options = KINDS[kind]
-    losses_of_both(tmp_path, (*TINY, *options), tolerance, backend="aot_eager")  # inductor takes a minute each
+    losses_of_both(tmp_path, (*TINY, *options), tolerance)
 
 
 @pytest.mark.faults
-def test_two_processes_that_compile_and_are_killed_end_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize("processes, backend", [(1, "inductor"), (2, "aot_eager")])  # the first takes minutes of two
+def test_runs_that_compile_and_are_killed_end_with_the_same_bits(tmp_path, processes, backend):
     """The model has more than a megabyte of gradients: dynamo cuts its graph where they begin to travel."""
     words = (*CLUSTER, "--run.steps=6", "--model.width=192", "--model.depth=3", *SGD)
-    losses = losses_of_both(tmp_path, (*TINY, *words), 1e-5, processes=2)
-    start = partial(begin, tmp_path / "killed", *words, "--run.compile=true", processes=2)
-    was_killed(start(prepare=partial(as_one_graph, tmp_path, dies_at=5)))
+    losses = losses_of_both(tmp_path, (*TINY, *words), 1e-5, processes, backend)
+    start = partial(begin, tmp_path / "killed", *words, "--run.compile=true", processes=processes)
+    as_before = partial(as_one_graph, tmp_path, backend=backend)
+    was_killed(start(prepare=partial(as_before, dies_at=5)))
     assert newest_step(tmp_path / "killed") == 4
-    finish(start())
+    finish(start(prepare=as_before))
     assert weights_of(tmp_path / "compiled") == weights_of(tmp_path / "killed")
     assert read_metrics(tmp_path / "killed") == losses

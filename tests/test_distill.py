@@ -116,17 +116,6 @@ def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path,
 
 
 @pytest.mark.faults
-def test_a_killed_distillation_resumes_with_the_same_bits(tmp_path, teacher):
-    arguments = ["--augment.mixup=0.8", "--augment.label_smoothing=0.1", "--head.kind=linear", "--head.pooling=mean"]
-    arguments += ["--distill.kind=soft", "--optim.average=0.9", "--model.drop_path=0.1", f"--distill.teacher={teacher}"]
-    whole = train(tmp_path / "whole", *arguments)
-    with killed_at(3):
-        train(tmp_path / "killed", *arguments)
-    assert train(tmp_path / "killed", *arguments) == whole
-    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
-
-
-@pytest.mark.faults
 def test_a_run_resumes_with_a_teacher_that_moved_and_with_no_other(tmp_path, teacher):
     moved, run = tmp_path / "teacher", tmp_path / "run"
     shutil.copytree(teacher, moved)

@@ -135,7 +135,7 @@ def kill_and_resume(start, folder, kills):
 READ_ANEW = ("--data.workers=1", "--data.cache_gb=0", "--data.batch_size=4", "--model.dropout=0.1")
 KILLS = {  # what is tallied -> kills, processes, options
     "one process": (20, 1, ("--run.steps=450", *READ_ANEW)),
-    "bf16 and two threads": (3, 1, ("--run.steps=150", "--run.precision=bf16", "--run.threads=2")),
+    "bf16 and two threads": (3, 1, ("--run.steps=60", "--run.precision=bf16", "--run.threads=2")),
     "two processes": (5, 2, ("--run.steps=200", "--data.batch_size=2")),
 }
 

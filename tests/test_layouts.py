@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import webdataset
-from colours import colour, in_train, kind_of, load, save, seen, splits_of, write
+from colours import colour, in_train, kind_of, load, seen, splits_of, write
 from conftest import refused
 from file_names import ACUTE, CLASS_NAMES, DECOMPOSED, FILE_NAMES
 from hypothesis import given, settings
@@ -265,8 +265,7 @@ def test_plain_folders_are_those_of_torchvision(tree):
     """The same classes, the same images in the same order, of the same classes; whatever the names."""
     with tempfile.TemporaryDirectory() as root:
         for kind, (name, files) in enumerate(sorted(tree.items())):
-            for file in files:
-                save(f"{root}/{name}/{file}.png", kind)
+            write(Path(root) / name, {f"{file}.png": kind for file in files})
         expected = ImageFolder(root)
         listing = list_images(walk(root), ImagesConfig(path=root))
         assert [*listing.splits] == [path for path, _ in expected.samples]
@@ -366,7 +365,7 @@ def test_names_of_files_are_found_as_they_are(files, rng):
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for number, file in enumerate(files):
-            save(f"{folder}/{file}.png", number)
+            write(Path(folder), {f"{file}.png": number})
             rows.append({"file_name": f"{file}.png", "label": f"class {number}"})
         rng.shuffle(rows)
         write_table(Path(folder) / "metadata.jsonl", rows)

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import encoded, picture, read_metrics, refused, refused_with, title_and_tags, weights_of, without_times
+from conftest import encoded, picture, read_metrics, refused, refused_with, title_and_tags, weights_of
 from model_inputs import HALVES
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -109,30 +109,6 @@ def test_a_card_says_that_others_learned_labels(pretrain, finished_run, tmp_path
 def test_learning_happens(pretrain):
     losses = read_metrics(pretrain("--run.steps=60", "--optim.lr=0.01", "--run.log_every=10", "--data.flip=false"))
     assert losses[60] < losses[10] - 0.5
-
-
-HARD = ("--model.dropout=0.1", "--model.drop_path=0.1", "--data.batch_size=4", "--run.steps=6", *PROBED)
-
-
-@pytest.mark.parametrize(
-    "step, optimizer, overlay",
-    [
-        (1, "muon", None),  # before the first checkpoint
-        pytest.param(3, "adam", "rivals/maskfeat", marks=pytest.mark.faults),  # between two
-        pytest.param(4, "adam", "rivals/simmim", marks=pytest.mark.faults),  # at one
-        pytest.param(5, "muon", "rivals/mae", marks=pytest.mark.faults),  # at the end
-    ],
-    ids=str,
-)
-def test_a_stopped_run_goes_on_with_the_same_bits(pretrain, stopped_at, tmp_path, step, optimizer, overlay):
-    arguments = (*HARD, f"--optim.name={optimizer}", *([f"--config={overlay}"] if overlay else []))
-    whole = pretrain(*arguments, dir=tmp_path / "whole")
-    stopped_at(step, *arguments)
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # torn by the kill
-    resumed = pretrain(*arguments)
-    assert weights_of(resumed) == weights_of(whole)
-    assert without_times(resumed) == without_times(whole)
 
 
 def test_dropout_and_seed_matter(pretrain, finished_run, tmp_path):

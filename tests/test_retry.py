@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import huggingface_hub
 import pytest
 import torch
-from colours import save
+from colours import write
 from conftest import dataset_of, encoded, picture, refused, same
 from image_files import unreadable
 
@@ -74,7 +74,7 @@ def test_a_hub_whose_address_is_unknown_is_not_asked_again(endpoint, expected_pa
 
 @pytest.mark.parametrize("name", ["a/gone.png", "b/gone.png"])
 def test_a_missing_file_below_a_root_that_is_there_is_unreadable_at_once(tmp_path, pauses, name):
-    save(tmp_path / "data" / "a" / "1.png")
+    write(tmp_path, {"data/a/1.png": 0})
     with unreadable(r"gone\.png"):
         read_cell({"bytes": None, "path": f"{tmp_path}/data/{name}"}, 6, source=f"{tmp_path}/data")
     assert pauses == []
@@ -84,7 +84,7 @@ def test_a_root_that_is_away_is_waited_for(tmp_path, monkeypatch):
     """The place of a disk that is not mounted is empty."""
     file = tmp_path / "data" / "a" / "1.png"
     (tmp_path / "data").mkdir()
-    monkeypatch.setattr(retry, "time", SimpleNamespace(sleep=lambda seconds: save(file)))
+    monkeypatch.setattr(retry, "time", SimpleNamespace(sleep=lambda seconds: write(tmp_path, {"data/a/1.png": 0})))
     assert read_cell({"bytes": None, "path": str(file)}, 6, source=str(tmp_path / "data")) == file.read_bytes()
 
 
