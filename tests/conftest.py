@@ -69,7 +69,7 @@ def pytest_configure(config):
     # libraries look at this once, so that none of them is imported at the top of this file.
     os.environ |= {"HF_HOME": home.name, "HF_ENDPOINT": f"http://127.0.0.1:{20_000 + os.getpid() % 10_000}"}
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{home.name}/inductor"  # what compiles does compile
-    os.environ["TORCH_WARM_POOL"] = "0"
+    os.environ |= {"TORCH_WARM_POOL": "0", "COUNTED": home.name}
     if compiler := shutil.which("g++"):  # what inductor writes is compiled in a third of the time
         wrapper = Path(tools.name) / "g++"
         wrapper.write_text(f'#!/bin/bash\nexec {compiler} "${{@/#-O3/-O1}}"\n')
@@ -121,31 +121,39 @@ def fresh_listings():
         caches.discard(folder)
 
 
-COUNTED: dict[str, int] = {}
+def counted_once(function):
+    """A count of a model's operations that is looked up, in a folder, where this kind was counted: a third of a run."""
+    from torch.utils._pytree import tree_map
+
+    from mpp.runtime.files import complete, short_digest
+
+    def counted(model, *given, **options):
+        shapes = tree_map(lambda each: getattr(each, "shape", each), given)
+        learned = [parameter.requires_grad for parameter in model.parameters()]
+        kind = repr((function.__name__, model, learned, shapes, options))
+        file = Path(os.environ["COUNTED"], short_digest([kind.encode()]))
+        if not file.exists():
+            with complete(file, shared=True) as part:
+                part.write_text(str(function(model, *given, **options)))
+        return int(file.read_text())
+
+    return counted
+
+
+def count_once(patch: pytest.MonkeyPatch) -> None:
+    """Have operations counted so."""
+    from mpp.training import flops
+
+    patch.setattr(flops, "optimizer_flops", counted_once(flops.optimizer_flops))
+    for module in ("mpp.pretrain", "evaluation.supervised", "evaluation.contrastive"):
+        patch.setattr(f"{module}.executed_flops", counted_once(flops.executed_flops))
 
 
 @pytest.fixture(autouse=True)
-def counted_once(monkeypatch, request):
-    """A model's operations are counted once for each kind, since that is a sixth of a tiny run."""
-    from torch.utils._pytree import tree_map
-
-    from mpp.training import flops
-
-    def once(function):
-        def counted(model, *given, **options):
-            shapes = tree_map(lambda each: getattr(each, "shape", each), given)
-            learned = [parameter.requires_grad for parameter in model.parameters()]
-            key = repr((function.__name__, model, learned, shapes, options))
-            if key not in COUNTED:
-                COUNTED[key] = function(model, *given, **options)
-            return COUNTED[key]
-
-        return counted
-
+def counting_once(monkeypatch, request):
+    """In this process; in others: server.py."""
     if request.path.name != "test_flops.py":
-        monkeypatch.setattr(flops, "optimizer_flops", once(flops.optimizer_flops))
-        for module in ("mpp.pretrain", "evaluation.supervised", "evaluation.contrastive"):
-            monkeypatch.setattr(f"{module}.executed_flops", once(flops.executed_flops))
+        count_once(monkeypatch)
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from itertools import groupby
 from pathlib import Path
 from random import SystemRandom
 
-from conftest import HANGS, TINY, heed_interrupts, wait_until
+from conftest import HANGS, TINY, count_once, heed_interrupts, wait_until
+from pytest import MonkeyPatch
 
 from evaluation.registry import EVALUATIONS
 
@@ -33,7 +34,12 @@ MODULES = {name: f"mpp.{name}" for name in ("pretrain", "prepare")}
 MODULES |= {name: evaluation.module for name, evaluation in EVALUATIONS.items()}
 MODULES |= {name: f"evaluation.{name}" for name in OTHER_COMMANDS}
 context = multiprocessing.get_context("forkserver")
-LATER = ("docstring_parser", "scipy.io", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+LATER = (
+    "docstring_parser",
+    "scipy.io",
+    "torch.utils.tensorboard",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+)
 context.set_forkserver_preload([*MODULES.values(), *LATER])  # also what a run would import on its way
 
 
@@ -56,6 +62,7 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
         enter(name)
     from mpp.runtime.start import run_main
 
+    count_once(MonkeyPatch())
     try:
         main = importlib.import_module(MODULES[module]).main
         run_main(lambda: [main([*words]) for then, words in groupby(arguments, "then".__eq__) if not then])

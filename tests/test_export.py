@@ -170,9 +170,7 @@ def test_every_kind_of_encoder(tmp_path, image_folder):
         channels = 4 if kind == "four channels" else 3
         folder = saved(tmp_path / kind, encoder_of_kind(kind), channels)
         images = bands if channels == 4 else image_folder
-        size = []
-        if format == "onnx" or kind in OF_OTHER_CLASSES:
-            size = [f"--img_size={OTHER_SIZE.get(kind, '[48, 40]')}"]
+        size = [f"--img_size={OTHER_SIZE.get(kind, '[48, 40]')}"] if format == "onnx" else []
         words = (f"--data.path={images}", f"--data.channels={channels}", "--data.eval_split=null", *size)
         run, report = exported(folder, tmp_path, format, *words)
         frozen = load_frozen_encoder(str(folder), img_size=tuple(report["about"]["img_size"]))

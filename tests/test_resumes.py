@@ -18,25 +18,23 @@ UNKNOWN = {pretrain: (), contrastive: (), supervised: ("--probe",), finetune: ("
 HARD = ("--data.batch_size=4", "--model.dropout=0.1", "--run.steps=6", "--run.eval_every=2", "--probe.every=2")
 AVERAGED = ("--optim.average=0.9", *ADAM)
 DATA2VEC = ("--config=rivals/data2vec", "--objective.teacher_depths=1", *ONLY_MASKED)
-PARTS = ("--objective.name=grid_color", "--objective.grid=2", "--corruption.pattern=blocks")
+PARTS = ("--objective.name=grid_color", "--objective.grid=2", "--corruption.pattern=blocks", *ONLY_MASKED)
 MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--augment.label_smoothing=0.1")
 TUNED = ("--optim.name=adam", "--lrs=0.001", "--optim.layer_decay=0.65", "--optim.weight_decay=0.05", "--drop_path=0.2")
-TAUGHT = ("--distill.teacher={teacher}", "--distill.kind=soft", "--head.kind=linear", "--head.pooling=mean")
+TAUGHT = ("--distill.teacher={teacher}", "--distill.kind=soft")
 
 RUNS = {  # -> the command, the update (from 0) before which it is killed, options; a checkpoint is written every second
-    "Muon, before a checkpoint": (pretrain, 1, (*HARD, "--optim.name=muon")),
+    "Muon, before a checkpoint": (pretrain, 1, HARD),
     "MaskFeat, between two": slow(pretrain, 3, (*HARD, "--optim.name=adam", "--config=rivals/maskfeat")),
-    "SimMIM, at one": slow(pretrain, 4, (*HARD, "--optim.name=adam", "--config=rivals/simmim")),
-    "MAE, before the last": slow(pretrain, 5, (*HARD, "--optim.name=muon", "--config=rivals/mae_mean_color")),
+    "SimMIM, at one": slow(pretrain, 4, (*HARD, "--config=rivals/simmim")),
+    "MAE, before the last": slow(pretrain, 5, (*HARD, "--config=rivals/mae_mean_color")),
     "data2vec": (pretrain, 3, (*DATA2VEC, "--objective.export=teacher")),
     "a frozen teacher": (pretrain, 3, ("--config=rivals/feature_distillation", "--objective.teacher={run}")),
-    "rope": (pretrain, 3, ("--model.position=rope", "--corruption.pattern=multiblock", *ONLY_MASKED)),
-    "overlapping patches": (pretrain, 3, ("--model.position_at=every", "--model.stride=4", "--objective.name=hog")),
-    "parts of patches": (pretrain, 3, ("--network.name=autoencoder", *PARTS, *ONLY_MASKED)),
+    "parts of patches": (pretrain, 3, ("--network.name=autoencoder", *PARTS)),
     "frozen start": (pretrain, 3, (*AVERAGED, "--model.init_from={run}", "--optim.frozen_steps=3")),
     "LoRA": (pretrain, 3, (*ADAM, *DATA2VEC, "--model.init_from={run}", "--model.lora_rank=2")),
-    "SimCLR": (contrastive, 3, ("--optim.name=muon", "--data.batch_size=4", "--model.dropout=0.1")),
-    "labels and a teacher": (supervised, 3, (*TAUGHT, *MIXED, *AVERAGED, "--model.drop_path=0.1")),
+    "SimCLR": (contrastive, 3, ("--data.batch_size=4", "--model.dropout=0.1")),
+    "labels and a teacher": (supervised, 3, (*TAUGHT, *MIXED, *AVERAGED)),
     "fine-tuning": (finetune, 3, (*TUNED, *MIXED, "--encoder={run}")),
 }
 
