@@ -129,8 +129,8 @@ def counted_once(function):
 
     def counted(model, *given, **options):
         shapes = tree_map(lambda each: getattr(each, "shape", each), given)
-        learned = [parameter.requires_grad for parameter in model.parameters()]
-        kind = repr((function.__name__, model, learned, shapes, options))
+        learned = [each.requires_grad for each in model.parameters()]
+        kind = f"{function.__name__} {model} {learned} {shapes} {options}"
         file = Path(os.environ["COUNTED"], short_digest([kind.encode()]))
         if not file.exists():
             with complete(file, shared=True) as part:

@@ -31,7 +31,7 @@ KINDS = {
     "registers, layer scale": dict(arguments={"reg_tokens": 2, "init_values": 0.1, "qk_norm": True}),
 }
 HYBRID = dict(name="vit_tiny_r_s16_p8_224", width=None, heads=None, patch_size=None)
-PARTS = ["none", "rope", "stride", "axial", "relative_bias", "axial, relative"]  # of other kinds, for test_export.py
+PARTS = {"none", "rope", "stride", "axial", "relative_bias", "axial, relative"}  # of other kinds, for test_export.py
 GRID = (3, 4)
 HEADS = 2
 WIDTH = 8  # of the attention that loops are compared with
