@@ -1,4 +1,4 @@
-"""What does a probe cost that learns from one feature of an image and is tested on another?
+"""The cost of a probe that learns from one feature of an image and is tested on another.
 
     python evaluation/results/elsewhere/masked_mean.py runs/simmim features --seed 0
 
