@@ -121,8 +121,11 @@ def fresh_listings():
         caches.discard(folder)
 
 
-def counted_once(function):
-    """A count of a model's operations that is looked up, in a folder, where this kind was counted: a third of a run."""
+def remembered(function):
+    """The same count of a model's operations, once for each kind of model: it is a third of a tiny run.
+
+    Counts are files, so that the processes of commands have them, too.
+    """
     from torch.utils._pytree import tree_map
 
     from mpp.runtime.files import complete, short_digest
@@ -140,20 +143,20 @@ def counted_once(function):
     return counted
 
 
-def count_once(patch: pytest.MonkeyPatch) -> None:
-    """Have operations counted so."""
+def remember_counts(patch: pytest.MonkeyPatch) -> None:
+    """Have a process count operations so."""
     from mpp.training import flops
 
-    patch.setattr(flops, "optimizer_flops", counted_once(flops.optimizer_flops))
+    patch.setattr(flops, "optimizer_flops", remembered(flops.optimizer_flops))
     for module in ("mpp.pretrain", "evaluation.supervised", "evaluation.contrastive"):
-        patch.setattr(f"{module}.executed_flops", counted_once(flops.executed_flops))
+        patch.setattr(f"{module}.executed_flops", remembered(flops.executed_flops))
 
 
 @pytest.fixture(autouse=True)
-def counting_once(monkeypatch, request):
-    """In this process; in others: server.py."""
+def remembered_counts(monkeypatch, request):
+    """In this process; in those of commands: server.py."""
     if request.path.name != "test_flops.py":
-        count_once(monkeypatch)
+        remember_counts(monkeypatch)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from random import SystemRandom
 
-from conftest import HANGS, TINY, count_once, heed_interrupts, wait_until
+from conftest import HANGS, TINY, heed_interrupts, remember_counts, wait_until
 from pytest import MonkeyPatch
 
 from evaluation.registry import EVALUATIONS
@@ -62,7 +62,7 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
         enter(name)
     from mpp.runtime.start import run_main
 
-    count_once(MonkeyPatch())
+    remember_counts(MonkeyPatch())
     try:
         main = importlib.import_module(MODULES[module]).main
         run_main(lambda: [main([*words]) for then, words in groupby(arguments, "then".__eq__) if not then])

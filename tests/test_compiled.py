@@ -111,7 +111,7 @@ def test_compiled_training_is_one_graph_and_the_same(tmp_path, kind):
 
 @pytest.mark.faults
 def test_the_compilers_code_computes_the_same(tmp_path):
-    """Of checkpointed blocks it would draw the dropped paths in another order."""
+    """Of one block, which takes it a minute."""
     losses_of_both(tmp_path, (*TINY, "--model.depth=1", *SGD), 1e-5, backend="inductor")
 
 

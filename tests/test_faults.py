@@ -654,7 +654,6 @@ def test_5000_steps_leak_nothing(tmp_path, tally):
     """Resident memory and open files."""
     folder, files = tmp_path / "run", []
     options = ["--model.depth=1", "--optim.global_batch_size=2", "--data.workers=1", "--data.cache_gb=0"]
-    options += [f"--data.path={write_pictures(tmp_path / 'images', 40)}", "--data.eval_fraction=0.2"]
     options += ["--run.steps=5000", "--run.log_every=50", "--run.eval_every=250", "--run.checkpoint_every=250"]
     run = begin(folder, *options)
     process = psutil.Process(run.processes[0].pid)

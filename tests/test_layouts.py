@@ -107,6 +107,11 @@ RIGHT = {
         "x: x/cat/1.png; y: y/cat/1.png y/dog/1.png",
         settings={"label_folder": "outer"},
     ),
+    "outer, the same names inside": Layout(
+        "train/0/1/a.png train/1/0/b.png test/0/1/c.png test/1/0/d.png",
+        "0: train/0/1/a.png; 1: train/1/0/b.png | 0: test/0/1/c.png; 1: test/1/0/d.png",
+        settings={"label_folder": "outer"},
+    ),
     "outer, an image above": Layout(
         "train/x/cat/1.png train/x/dog/1.png train/x/2.png test/x/cat/3.png",
         "cat: train/x/cat/1.png; dog: train/x/dog/1.png; -: train/x/2.png | cat: test/x/cat/3.png",

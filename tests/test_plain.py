@@ -199,7 +199,7 @@ def test_a_run_trains_and_its_encoder_is_evaluated(name, pretrain, tmp_path):
     assert is_plain(by_timm(folder / "encoder"))
     fast = (*FAST, f"--encoder={folder}")
     knn.main([*fast, f"--out={tmp_path / 'knn'}"])
-    visualize.main([*fast, f"--out={tmp_path / 'pictures'}", "--pictures=[attention_distance, attention_rollout]"])
+    visualize.main([*fast, f"--out={tmp_path / 'pictures'}"])
     assert list((tmp_path / "pictures").glob("attention*"))
     words = (f"--encoder={folder}", "--run.steps=2", "--lrs=[0.01]", f"--run.dir={tmp_path / 'tuned'}")
     finetune.main([*tiny_without("--probe", "--model"), *words])
