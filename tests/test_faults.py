@@ -122,7 +122,7 @@ def kill_and_resume(start, folder, kills):
         if life % 2:
             wait_until(lambda run=run: is_writing(folder) or run.ended, poll=0)
         else:
-            time.sleep(0.1 * rng.random())
+            time.sleep(0.05 * rng.random())
         assert not run.ended, f"it ended before kill {life}: {run.said[-2000:]}"
         run.kill()
         halves += is_writing(folder) and life > 0
@@ -134,9 +134,9 @@ def kill_and_resume(start, folder, kills):
 
 READ_ANEW = ("--data.workers=1", "--data.cache_gb=0", "--data.batch_size=4", "--model.dropout=0.1")
 KILLS = {  # what is tallied -> kills, processes, options
-    "one process": (20, 1, ("--run.steps=450", *READ_ANEW)),
+    "one process": (20, 1, ("--run.steps=300", *READ_ANEW)),
     "bf16 and two threads": (3, 1, ("--run.steps=60", "--run.precision=bf16", "--run.threads=2")),
-    "two processes": (5, 2, ("--run.steps=200", "--data.batch_size=2")),
+    "two processes": (5, 2, ("--run.steps=120", "--data.batch_size=2")),
 }
 
 

@@ -347,19 +347,16 @@ SMALL = (
     *("--model.width=64", "--model.depth=3", "--model.heads=2", "--optim.global_batch_size=32", "--run.steps=300"),
     *("--model.img_size=32", "--model.patch_size=8"),
 )
-AGAIN = {"lr_1": ("--optim.lr=1", *SMALL), "default": ("--run.steps=400", "--run.report=false")}
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("name", AGAIN)
-def test_they_are_trained_again(name, tmp_path, tally):
-    """And the default run beats copies in a quarter of its length."""
-    main([*AGAIN[name], f"--run.dir={tmp_path}"])
+def test_a_sick_one_is_trained_again(tmp_path, tally):
+    main(["--optim.lr=1", *SMALL, f"--run.dir={tmp_path}"])
     lines, config = read_history(tmp_path), parse_saved(Config, tmp_path / "config.yaml")
     assert {each["check"] for each in read_verdict(tmp_path)["warnings"]} == find_warnings(lines, config).keys()
-    check(name, lines, config)
-    assert ("not beaten" in read_verdict(tmp_path)["line"]) == (name == "lr_1")
-    tally(f"runs that are {'sick on purpose' if name in SICK_RUNS else 'healthy'}: the verdict says so")
+    check("lr_1", lines, config)
+    assert "not beaten" in read_verdict(tmp_path)["line"]
+    tally("runs that are sick on purpose: the verdict says so")
 
 
 def test_images_without_labels_are_evaluated_by_agreement(pretrain, tmp_path):
