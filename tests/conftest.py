@@ -67,9 +67,14 @@ def pytest_configure(config):
     config.add_cleanup(tools.cleanup)
     # There is no hub but fake_hub.py, on a port that no system gives away, and nothing is kept of what is read. The
     # libraries look at this once, so that none of them is imported at the top of this file.
-    os.environ |= {"HF_HOME": home.name, "HF_ENDPOINT": f"http://127.0.0.1:{20_000 + os.getpid() % 10_000}"}
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{home.name}/inductor"  # what compiles does compile
-    os.environ |= {"TORCH_WARM_POOL": "0", "COUNTED": home.name, "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+    os.environ |= {
+        "HF_HOME": home.name,
+        "HF_ENDPOINT": f"http://127.0.0.1:{20_000 + os.getpid() % 10_000}",
+        "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+        "TORCHINDUCTOR_CACHE_DIR": f"{home.name}/inductor",  # what compiles does compile
+        "TORCH_WARM_POOL": "0",
+        "COUNTED": home.name,
+    }
     if compiler := shutil.which("g++"):  # what inductor writes is compiled in a third of the time
         wrapper = Path(tools.name) / "g++"
         wrapper.write_text(f'#!/bin/bash\nexec {compiler} "${{@/#-O3/-O1}}"\n')
