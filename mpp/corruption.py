@@ -48,7 +48,6 @@ class Corruption(NamedTuple):
         """The same on a device; the host does not wait for pinned memory."""
         return Corruption(*(part if part is None else part.to(device, non_blocking=True) for part in self))
 
-    @property
     def unseen(self) -> Tensor:
         """(B, K + U): the corrupted and the hidden patches."""
         return self.positions if self.hidden is None else torch.cat([self.positions, self.hidden], 1)

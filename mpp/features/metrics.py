@@ -83,7 +83,7 @@ def nearest_visible(corruption: Corruption, grid: Grid) -> Tensor:
     Nearest on a grid of N = rows x columns patches, centre to centre; of equally near ones the first in reading order.
     If only one patch is visible, it is both.
     """
-    unseen = corruption.unseen
+    unseen = corruption.unseen()
     patches = math.prod(grid)
     places = torch.cartesian_prod(*(torch.arange(side, device=unseen.device) for side in grid))
     squared_distances = (places[:, None] - places).square().sum(-1)

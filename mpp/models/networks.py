@@ -197,7 +197,7 @@ class MaskedAutoencoder(nn.Module):
         patches = encoder.patch_embed(self.normalize(images))
         corrupted = encoder.num_prefix_tokens + corruption.positions
         token_count = encoder.num_prefix_tokens + encoder.patch_embed.num_patches
-        visible = complement(encoder.num_prefix_tokens + corruption.unseen, token_count)
+        visible = complement(encoder.num_prefix_tokens + corruption.unseen(), token_count)
 
         seen, block_arguments = prepare_tokens(encoder, patches, visible)  # (B, V, D)
         seen = run_blocks(encoder.blocks, seen, checkpointed, block_arguments)
