@@ -49,7 +49,7 @@ class Corruption(NamedTuple):
         return Corruption(*(part if part is None else part.to(device, non_blocking=True) for part in self))
 
     def unseen(self) -> Tensor:
-        """(B, K + U): the corrupted and the hidden patches."""
+        """(B, K + U): the corrupted and the hidden patches. No property: torch 2.9 compiles none of a named tuple."""
         return self.positions if self.hidden is None else torch.cat([self.positions, self.hidden], 1)
 
 
