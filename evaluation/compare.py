@@ -51,7 +51,7 @@ from evaluation.config.comparing import Question
 from evaluation.frozen.results import features_shared, forget_features, write_json
 from evaluation.frozen.run_images import record_images, record_source
 from mpp.config import TrainingConfig, flatten, rebuild, require
-from mpp.config.parsing import parse
+from mpp.config.parsing import parse, to_yaml
 from mpp.data.identity import differences
 from mpp.data.loader import BatchLayout
 from mpp.errors import Diverged, Unavailable, UserError
@@ -68,6 +68,8 @@ FULL_DISK = ("No space left", "quota exceeded")
 """Words of errors, or of those that they come from, where a disk or a user's share of it is full."""
 RETRY_S = 10
 """Seconds until cases that other processes work at are tried again."""
+STEP_FLOPS: dict[str, int] = {}
+"""Command and settings -> FLOPs of a step, as far as they were counted."""
 PETA = 1e15
 Asked = tuple[list[Question], dict[str, Any], list[str]]
 """Of a comparison: its questions, further entries of results.json, sentences below the tables."""
@@ -262,14 +264,16 @@ def settings_to_train(encoder: Encoder) -> TrainingConfig:
     return replace(config, run=replace(config.run, steps=steps))
 
 
-@cache
 def step_flops(command: str, config: TrainingConfig) -> int:
     """FLOPs that a step of this training executes: to count them, the images are loaded and the model is built."""
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=not uses_gpu())
-    layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
-    task = TRAININGS[command].build_task(config, accelerator, layout)
-    return flops_of_step(task, layout.global_batch_size, config.optim)
+    key = f"{command} {to_yaml(config)}"
+    if key not in STEP_FLOPS:
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=not uses_gpu())
+        layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
+        task = TRAININGS[command].build_task(config, accelerator, layout)
+        STEP_FLOPS[key] = flops_of_step(task, layout.global_batch_size, config.optim)
+    return STEP_FLOPS[key]
 
 
 def refuse_other_beginning(config: TrainingConfig, folder: Path) -> None:

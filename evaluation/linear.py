@@ -206,9 +206,9 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str,
     candidates = probe.candidates
     with deaths_explained():
         if len(candidates) > 1 and config.probe.depth != "all":
-            on_dev = probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates)
-            scores = [score_of(result.pop("outcomes")) for result in on_dev]
-            protocol["dev"] = [result | {"accuracy": score} for result, score in zip(on_dev, scores, strict=True)]
+            compared = probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates)
+            scores = [score_of(result.pop("outcomes")) for result in compared]
+            protocol["dev"] = [result | {"accuracy": score} for result, score in zip(compared, scores, strict=True)]
             candidates, about["dev_accuracy"] = [candidates[int(np.argmax(scores))]], max(scores)
         tested = probe.fit_and_test(train, test, candidates)
     results = add_figures([about | result for result in tested])

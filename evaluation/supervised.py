@@ -301,10 +301,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = train(with_teacher_digest(config), Classification, writes_page=False)
     if not PartialState().is_main_process:
         return
-    if config.run.eval_every > 0:
-        path = folder / SUPERVISED_REPORT
+    path = folder / SUPERVISED_REPORT
+    if config.run.eval_every > 0 and load_outcomes(folder / OUTCOMES_NAME):
         print_details(path, write_report(path, {"results": [result_of_run(folder, config.run.seed)]}))
         print(f"wrote {path}")
+    else:
+        print(f"no {path}: the run was not evaluated (run.eval_every 0)")
     finish(folder, folder, config.run.report)
 
 

@@ -176,8 +176,9 @@ def advice(plan: Plan, frame: pd.DataFrame) -> list[str]:
     known = [name for name in ranking(plan, of_choice) if name not in diverged]
     lines = []
     for key, value in plan.trials[known[0]].items() if known else ():
-        tried = {values[key] for values in plan.trials.values()}
-        if len(tried) > 1 and {type(each) for each in tried} <= {int, float} and value in (min(tried), max(tried)):
+        tried = [values[key] for values in plan.trials.values()]
+        are_numbers = {type(each) for each in tried} <= {int, float}
+        if are_numbers and min(tried) < max(tried) and value in (min(tried), max(tried)):
             lines.append(f"The best is at the edge of {key} ({as_words(value)}): add values beyond it.")
     if len(known) > 1:
         curse = f"The score of the best of {len(known)} trials is too high (the winner's curse)"

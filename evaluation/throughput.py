@@ -85,12 +85,11 @@ class Bench(NamedTuple):
 def mpp_step(bench: Bench) -> Step:
     """The whole step: targets, forward, backward, clipping, the check for finite sizes, the optimiser."""
     optim = replace(ADAM, global_batch_size=len(bench.images))
-    config = Config(RunConfig(trackers=()), DataConfig(workers=0), model=bench.model, optim=optim)
+    run = RunConfig(trackers=(), compile=bench.compile)
+    config = Config(run, DataConfig(workers=0), model=bench.model, optim=optim)
     task = Pretraining(config, bench.accelerator, BatchLayout.of(len(bench.images), None, 1, 0))
     batches = list(training_loader(task.views(task.train), task.layout, 0, 1))
     training_step = TrainingStep(task, optim)
-    if bench.compile:
-        task.model.compile()
 
     def step() -> None:
         training_step(0, batches, measure=False)

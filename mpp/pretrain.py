@@ -243,7 +243,7 @@ def reopen(folder: Path, source: SourceConfig, held_out_images: int, accelerator
 
     Args:
         folder: of a pre-training run: see `is_pretraining`.
-        source: of the images, with an `eval_crop`; None: the run's.
+        source: of the images, with an `eval_crop`, where None is the run's.
         held_out_images: the largest number of held-out images, a seeded choice.
     Raises:
         UserError: no checkpoint there.

@@ -8,12 +8,14 @@ import shutil
 import sys
 import tempfile
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from comparisons import cases_in
 from conftest import ROOT
 
 from evaluation.comparison.cases import read_entries
+from evaluation.comparison.rows import read_published
 from evaluation.comparison.tables import write_comparison
 from evaluation.config import CompareConfig
 from mpp.config.parsing import parse
@@ -31,8 +33,8 @@ def write_tables(name: str, folder: Path) -> dict:
     first, *others = read_entries(parse(CompareConfig, ["--config", str(config)])).questions
     if name == WITH_SWEEPS:
         first = replace(first, encoders=None)
-    rows = json.loads((RESULTS / name / "results.json").read_text())["results"]
-    rows = [row for row in rows if (row["evaluation"], row["dataset"]) in cases]  # the others are of a sweep
+    published = chain.from_iterable(read_published(RESULTS / name / "results.json").values())
+    rows = [row for row in published if (row["evaluation"], row["dataset"]) in cases]  # the others are of a sweep
     return write_comparison(folder, [first, *others], rows, {}, [])
 
 

@@ -181,9 +181,12 @@ def test_what_cannot_be_fine_tuned_is_refused(tmp_path, encoder):
 SHORT = ("--run.steps=1", "--data.eval_images=2")
 
 
-def test_a_batch_norm_over_one_place_trains(tmp_path):
+def test_a_batch_norm_over_one_place_trains(tmp_path, capsys):
     """At 32 pixels a ResNet's last map is 1 x 1: of one image, as FLOPs may be counted of, it has no deviation."""
-    assert read_metrics(train_supervised(tmp_path, *RESNET, *SHORT), "compute/pflop")[1] > 0
+    run = train_supervised(tmp_path, *RESNET, *SHORT, "--run.eval_every=0")
+    assert read_metrics(run, "compute/pflop")[1] > 0
+    train_supervised(tmp_path, *RESNET, *SHORT)
+    assert "supervised.json: the run was not evaluated" in capsys.readouterr().out
 
 
 THIN = "--model.arguments={channels: [128, 128, 128, 128], stem_chs: 32}"

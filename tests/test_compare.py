@@ -192,6 +192,10 @@ def test_results_of_other_images_at_the_same_path_are_not_taken(floor, tmp_path,
     assert takes_results("same")
     away = images.rename(tmp_path / "away")
     assert takes_results("gone") and note not in capsys.readouterr().out
+    floor.config["dir"] = str(tmp_path / "out")
+    with refused("data.path"):
+        floor.compare("--extends=null")
+    assert floor.results()["results"] == before
     away.rename(images)
     put_picture(next((images / "dog").iterdir()), 1000)
     assert not takes_results("other") and note in capsys.readouterr().out

@@ -181,6 +181,17 @@ def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(
     assert data.channels == 1 and tuple(data.range) == expected
 
 
+def test_which_weights_of_a_parent_a_training_begins_from_is_in_its_digest():
+    """Known by their path alone: the parent may not be trained yet."""
+    parent, digests = TRAINED | {"name": "parent", "encoder": "runs/parent", "seeds": [0]}, set()
+    for weights in ("", "/encoder_best", "/checkpoints/step_2/model.safetensors"):
+        child = TRAINED | {"seeds": [0], "train_options": {"model.init_from": f"runs/parent{weights}"}}
+        case, _ = cases_with([child, parent])
+        assert {*case.encoder.parents} == {"model.init_from"}
+        digests.add(case_digest(case))
+    assert len(digests) == 3
+
+
 def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
     """Where that is published, it is unknown: a run of an hour from a model of weeks would pass for an hour's."""
     runs = {
@@ -204,6 +215,7 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
 
 def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
     options = small.config["encoders"][0]["train_options"] | {"data.path": str(tmp_path / "one")}
+    options |= {"model.arguments": {"qkv_bias": False}}
 
     def planned(width, compute):
         entry = {"name": "a", "encoder": "b", "train": "pretrain", "compute": compute}

@@ -110,6 +110,13 @@ def test_two_encoders_have_the_interval_of_paired_seeds():
     assert half == pytest.approx((high - low) / 2, rel=0.05)  # drawn
 
 
+def test_seeds_that_are_not_shared_vary_around_the_mean_of_each():
+    accuracies = [0.60, 0.64, 0.68]
+    variances, _, freedom = variances_over_seeds(frame_of_seeds([accuracies, [0.5]]))
+    assert freedom == 2
+    assert variances == pytest.approx([np.var(accuracies, ddof=1) / 3, 0])
+
+
 @pytest.mark.parametrize("encoders", [3, 8])
 def test_independent_encoders_have_tukeys_intervals(encoders):
     halves = half_widths(np.eye(encoders) / 100, np.zeros(encoders), (INFINITE, 1), 0.05)

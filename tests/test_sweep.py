@@ -285,7 +285,7 @@ def scored(accuracy, encoder, **more):
     ],
 )
 def test_the_advice_says_what_the_numbers_say(small, accuracies, said, unsaid):
-    small.config["vary"] = {LR: list(accuracies)}
+    small.config["vary"] = {LR: list(accuracies), "model.arguments": [{"qkv_bias": False}]}
     plan = small.plan()
     text = " ".join(advice(plan, frame_of(scored(accuracies[each[LR]], name) for name, each in plan.trials.items())))
     assert said in text and unsaid not in text

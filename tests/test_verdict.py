@@ -256,7 +256,7 @@ def test_training_logs_the_scores_by_these_names():
     assert {"macro_map", "r2", "mae"} <= {heading for kind in KINDS.values() for heading in kind.headings}
 
 
-def test_the_best_is_by_the_probe_or_by_the_accuracy():
+def test_the_best_is_by_the_probe_or_by_the_score():
     rising = [evaluation(100, knn=0.3), evaluation(200, knn=0.4)]
     falling = evaluation(300, accuracy=0.9, knn=0.35)
     assert has_best_features(rising[:1]) and has_best_features(rising)
@@ -264,6 +264,7 @@ def test_the_best_is_by_the_probe_or_by_the_accuracy():
     assert not has_best_features([*rising, without(falling, "knn")])  # an evaluation without a probe
     assert not has_best_features([*rising, evaluation(300, knn=0.4)])  # the first of equal ones is kept
     assert has_best_features([without(line, "knn") for line in [*rising, falling]])
+    assert has_best_features([{"heldout/loss": value, "heldout/r2": value} for value in (1, 2)])
 
 
 # --- tiny runs ---

@@ -30,7 +30,7 @@ from evaluation.config import (
     SupervisedConfig,
 )
 from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEntry, Options, Question
-from evaluation.frozen.run_images import find_run, is_colour_baseline, record_images, run_source
+from evaluation.frozen.run_images import find_run, is_colour_baseline, record_images, run_source, split_run
 from evaluation.registry import EVALUATIONS, Evaluation
 from evaluation.supervision.classifiers import TEACHER_SETTING, with_teacher_digest
 from mpp.config import Config, TrainingConfig, flatten, require, settings_of, show
@@ -179,8 +179,8 @@ def encoders_of(entries: Iterable[EncoderEntry]) -> dict[tuple[str, int], Encode
     trained = [encoder for encoder in encoders.values() if encoder.settings is not None]
     by_path = {encoder.path: encoder for encoder in sorted(trained, key=lambda encoder: not encoder.entry.random)}
     for encoder in trained:
-        folders = parent_settings(encoder.settings).items()
-        encoder.parents = {setting: by_path[folder] for setting, folder in folders if folder in by_path}
+        runs = {setting: run for setting, (run, _) in parent_runs(encoder.settings).items()}
+        encoder.parents = {setting: by_path[run] for setting, run in runs.items() if run in by_path}
         if TEACHER_SETTING not in encoder.parents:  # such a teacher is not there yet
             encoder.settings = TRAININGS[encoder.entry.train].resolve(encoder.settings)
     try:
@@ -214,11 +214,11 @@ def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
     return settings
 
 
-def parent_settings(config: TrainingConfig) -> dict[str, Path]:
-    """Setting -> the folder or file of an encoder that a training begins from, continues or learns from by it."""
+def parent_runs(config: TrainingConfig) -> dict[str, tuple[Path, str]]:
+    """Setting -> the run that a training begins from, continues or learns from by it, and which of its weights."""
     named = first_encoders(config) | {TEACHER_SETTING: flatten(config).get(TEACHER_SETTING)}
     named[TRUNK_SETTING] = (config.run.branch_from or "").rpartition("@")[0]
-    return {setting: find_run(encoder) or Path(encoder) for setting, encoder in named.items() if encoder}
+    return {setting: split_run(encoder) for setting, encoder in named.items() if encoder}
 
 
 def settings_of_seed(config_class: type, options: Options, seed: int) -> Any:
@@ -385,8 +385,10 @@ def training_digest(encoder: Encoder) -> str | None:
     if encoder.settings is None:
         return None
     entry = encoder.entry
-    parents = {setting: training_digest(each) for setting, each in encoder.parents.items() if setting != TRUNK_SETTING}
-    settings = relevant_settings(encoder.settings) | parents
+    settings = relevant_settings(encoder.settings)
+    for setting, (_, weights) in parent_runs(encoder.settings).items():
+        if setting in encoder.parents and setting != TRUNK_SETTING:
+            settings[setting] = f"{training_digest(encoder.parents[setting])} {weights}".strip()
     content = {"command": entry.train, "settings": settings, "compute": entry.compute}
     imports = imports_used(encoder.settings)
     if imports:

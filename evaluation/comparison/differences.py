@@ -105,20 +105,24 @@ def covariance_over_images(rows: pd.DataFrame) -> tuple[NDArray, int]:
 def variances_over_seeds(rows: pd.DataFrame, seed: str = "encoder_seed") -> tuple[NDArray, list[int], int]:
     """The variances (K,) of means over seeds, 0 of one seed; the numbers of seeds; the degrees of freedom.
 
-    Seeds are paired: what a seed does to all encoders, such as the choice of their labels, is no part of it. Of two
-    encoders it is half of the variance of their differences, by n - 1.
+    Seeds that all encoders of several have are paired: what a seed does to all, such as the choice of their labels, is
+    no part of it. Of two encoders it is half of the variance of their differences, by n - 1. Otherwise it is the pooled
+    variance around the mean of each.
 
     Args:
         seed: column of the seeds: of the encoders or, with "seed", of draws such as those of few-shot.
     """
     by_seed = rows.pivot_table("accuracy", "encoder", seed, sort=False)
     seeds = by_seed.count(axis=1)
-    several = by_seed[seeds > 1].dropna(axis=1).to_numpy()
-    if min(several.shape) < 2:
-        return np.zeros(len(seeds)), seeds.tolist(), 1
-    residuals = several - several.mean(1, keepdims=True) - several.mean(0) + several.mean()
-    freedom = (several.shape[0] - 1) * (several.shape[1] - 1)
-    variances = np.square(residuals).sum() / freedom / seeds
+    several = by_seed[seeds > 1]
+    paired = several.dropna(axis=1).to_numpy()
+    if min(paired.shape) > 1:
+        residuals = paired - paired.mean(1, keepdims=True) - paired.mean(0) + paired.mean()
+        freedom = (paired.shape[0] - 1) * (paired.shape[1] - 1)
+    else:
+        residuals = several.sub(several.mean(axis=1), axis=0).to_numpy()
+        freedom = max(1, int(seeds[seeds > 1].sum()) - len(several))
+    variances = np.nansum(np.square(residuals)) / freedom / seeds
     return variances.where(seeds > 1, 0.0).to_numpy(), seeds.tolist(), freedom
 
 

@@ -115,12 +115,16 @@ def report_path_of_case(case: Case, folder: Path) -> Path:
 
 
 def read_report(case: Case, folder: Path) -> dict[str, Any] | None:
-    """The report of a case, if there is one of these settings, images and weights."""
-    with suppress(UserError, FileNotFoundError, json.JSONDecodeError):  # no encoder, no report, or one that was cut off
+    """The report of a case, if there is one of these settings, images and weights.
+
+    Raises:
+        UserError: there is one, but whether it is of these images is not known: they are not there.
+    """
+    try:
         report = json.loads(report_path_of_case(case, folder).read_text(encoding="utf-8"))
-        if report.get("comparison") == provenance(case):
-            return report
-    return None
+    except (FileNotFoundError, json.JSONDecodeError):  # or it was cut off
+        return None
+    return report if report.get("comparison") == provenance(case) else None
 
 
 def read_new_report(case: Case, file: Path) -> dict[str, Any]:

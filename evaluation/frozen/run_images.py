@@ -35,7 +35,7 @@ from mpp.data.sources import image_arguments, load_image_datasets, load_splits
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import how_read, is_named
 from mpp.runtime.messages import is_first_process, note, tell, warn
-from mpp.runtime.weights import run_of
+from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import read_record, recorded_commit, saved_settings
 
 LoadedSplits = dict[str, Dataset]
@@ -82,13 +82,21 @@ def find_run(encoder: str) -> Path | None:
     Returns:
         None where an encoder has no run.
     """
+    folder, _ = split_run(encoder)
+    return folder if "data" in saved_settings(folder) else None
+
+
+def split_run(encoder: str) -> tuple[Path, str]:
+    """The folder of a run, and which of its weights are named: `encoder_best`, `step_...`, or "" for the last ones.
+
+    The path alone says so, whether the run is there or not.
+    """
     folder = Path(encoder)
     if folder.suffix == ".safetensors":
         folder = folder.parent
     if folder.parent.name == "checkpoints":
-        folder = folder.parents[1]
-    folder = run_of(folder)
-    return folder if "data" in saved_settings(folder) else None
+        return folder.parents[1], folder.name
+    return run_of(folder), BEST if folder.name == BEST else ""
 
 
 def config_class_of(settings: dict[str, Any]) -> type | None:

@@ -43,7 +43,8 @@ class RunConfig(Settings):
     optim.schedule wsd the checkpoint at the start of the cooldown stays, too."""
     keep_best: bool = setting(False, needs={"run.eval_every": True}, operational=True)
     """Keep the encoder with the best features in `encoder_best`, next to the last one: best by kNN accuracy on the
-    held-out images or, without labels, by neighbour agreement. For a branch, since it began."""
+    held-out images or, without labels, by neighbour agreement; without a probe by the score of the verdict. For a
+    branch, since it began."""
     report: bool = setting(True, operational=True)
     """Write a page about the run at its end, report.html (`mpp report`); in fine-tuning about each of its runs."""
     threads: int = setting(0, at_least=0, operational=True)

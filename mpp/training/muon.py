@@ -8,8 +8,9 @@ from timm.optim.muon import zeropower_via_newtonschulz
 from timm.optim.nadamw import nadamw
 from torch import Tensor
 
+from mpp.models.teachers import local_part
 from mpp.runtime.hardware import bf16_is_native
-from mpp.training.parallel import local_part, shard_like, whole_tensor
+from mpp.training.parallel import shard_like, whole_tensor
 
 EPS = 1e-7  # of the norm that Newton-Schulz divides by, and of NAdamW
 NEWTON_SCHULZ_COEFFICIENTS = (

@@ -180,11 +180,6 @@ def state_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded. All processes have to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

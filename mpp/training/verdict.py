@@ -199,14 +199,16 @@ def describe_probe(history: History, group: str, start: str) -> str:
 def has_best_features(history: History) -> bool:
     """Whether the last evaluation, of one or more, has the best features so far, by the probe.
 
-    Without a probe: by the held-out accuracy, or the loss where there is none.
+    Without a probe: by the first of SCORES that it has.
     """
     lines = evaluations(history)
     group, probed = probe_lines(lines)
     if group:
         best = max(probed, key=lambda line: best_depth(line, group)[1])  # the first of equal ones
     else:
-        best = max(lines, key=lambda line: line.get("heldout/accuracy", -line[EVALUATED]))
+        score = next(name for name in SCORES if name in lines[-1])
+        sign = -1 if score == EVALUATED else 1
+        best = max((line for line in lines if score in line), key=lambda line: sign * line[score])
     return best is lines[-1]
 
 
