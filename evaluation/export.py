@@ -77,6 +77,7 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
         classifier = open_classifier(found, config.data.channels)
         allowed = "one of whole images: masks are put together of windows"
         require(classifier.label_kind != "pixels", "classifier", config.classifier, allowed)
+        config = replace(config, data=replace(config.data, eval_crop=config.data.eval_crop or classifier.crop_pct))
     config = replace(config, classifier=None, frozen=found.frozen)
     encoder = open_frozen_encoder(config.frozen, config.data)
     module = ExportedModule(config, encoder, classifier).eval()  # a colour baseline has no model
@@ -97,9 +98,11 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
         with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
             compute = write_file(config, module, first[[0] * TRACED_IMAGES], Path(folder) / out.name, about)
             batches = (images.to(first.dtype) for images in chain([first], inputs))
-            differences = [(compute(images) - module(images)).abs().max() for images in batches]
-            difference = float(torch.stack(differences).max())
-            largest = MAX_ROUNDING_DIFFERENCE * (classifier.unit if classifier else 1)
+            outputs = [(compute(images), module(images)) for images in batches]
+            difference = max(float((ours - expected).abs().max()) for ours, expected in outputs)
+            is_number = classifier is not None and classifier.label_kind == "number"
+            size = max(float(expected.abs().max()) for _, expected in outputs) if is_number else 1
+            largest = MAX_ROUNDING_DIFFERENCE * size
             value = f"{config.format}, whose output differs from PyTorch by {difference:.1e}"
             require(difference <= largest, "format", value, f"another one: at most {largest:g} is ok")
             for each in Path(folder).iterdir():  # a large encoder has two files

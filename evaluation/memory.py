@@ -37,7 +37,8 @@ def peak_memory(config: Config, image_count: int, passes: int = 1) -> dict[str, 
         passes: forward passes of a step; gradients exist from the second one on.
     """
     attention = "fused" if config.model.attention == "auto" else config.model.attention  # as on a GPU
-    model_config = replace(with_architecture(config.model), attention=attention, init_from=None)  # any weights
+    any_weights = dict(init_from=None, mean=0.5, std=0.5)
+    model_config = replace(with_architecture(config.model), attention=attention, **any_weights)
     config = replace(config, model=model_config)
     with torch.device("meta"):
         model, objective = build_model(config)

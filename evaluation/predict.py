@@ -85,10 +85,11 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
         "precision": describe_precision(accelerator),
     }
     out = Path(config.out)
+    refuse_among_images("out", out, data.path)
     about = {"classifier": config.classifier}
     if kind == "pixels":
         about["class_numbers"] = predictions.class_numbers
-        refuse_among_images("out", out, data.path)
+        identity["masks"] = [data.mask_column, data.ignore_index, *predictions.true_masks]
         masks = predictions.folder("mask")
         is_known = out.exists() or parts_folder(out, identity).exists() or not masks.exists()
         require(is_known, "out", out, f"another: {masks} exists, and may be of other images")

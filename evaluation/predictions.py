@@ -9,7 +9,7 @@ n images, C classes, H x W pixels of an image, h x w of the resized one.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -35,6 +35,7 @@ from evaluation.tables import ImageBatch, path_in_folder, read_images, unlabelle
 from mpp.data.crops import covering_size
 from mpp.data.dataset import ImageDataset, has_label
 from mpp.data.decoding.decode import read_mask
+from mpp.data.identity import identify_images
 from mpp.data.labels import SEPARATOR
 from mpp.data.sources import label_images
 from mpp.errors import UnreadableImage, UserError
@@ -158,6 +159,14 @@ class MaskPredictions(Predictions):
                 images = attach_masks(images, self.splits, self.data)
             found.append(images)
         return found
+
+    @property
+    def true_masks(self) -> list[str]:
+        """Digests of the masks of the splits that have some."""
+        column = self.data.mask_column
+        masked = [each for each in self.images if column in each.rows.column_names]
+        masks = [replace(each, image_column=column, origin=None) for each in masked]
+        return [identify_images(each, False, self.data.read_retries)["files"] for each in masks]
 
     def rows(self, images: ImageDataset) -> Iterator[pa.Table]:
         """Write the masks of images of a split, and return their rows."""

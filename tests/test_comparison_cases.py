@@ -184,7 +184,7 @@ def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(
 def test_which_weights_of_a_parent_a_training_begins_from_is_in_its_digest():
     """Known by their path alone: the parent may not be trained yet."""
     parent, digests = TRAINED | {"name": "parent", "encoder": "runs/parent", "seeds": [0]}, set()
-    for weights in ("", "/encoder_best", "/checkpoints/step_2/model.safetensors"):
+    for weights in ("", "/encoder_best", "/checkpoints/step_00000002/model.safetensors"):
         child = TRAINED | {"seeds": [0], "train_options": {"model.init_from": f"runs/parent{weights}"}}
         case, _ = cases_with([child, parent])
         assert {*case.encoder.parents} == {"model.init_from"}
@@ -204,7 +204,7 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
     }
     pflop = {}
     for name, settings in runs.items():
-        (tmp_path / name / "encoder").mkdir(parents=True)
+        (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"data": {}} | settings))
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5, "speed/device_hours": 2}\n')
         cost = training_cost(only_case({"name": name, "encoder": str(tmp_path / name)}).encoder)

@@ -1,5 +1,6 @@
 """Predictions of each kind of label: those of plain timm with the saved weights, and of the files for elsewhere."""
 
+import json
 import shutil
 
 import pyarrow.parquet as pq
@@ -122,6 +123,12 @@ def test_a_kept_head_predicts_as_plain_timm_with_its_weights(kind, finished_run,
         features = (tokens.mean(1) - weights["mean"]) / weights["std"]
         outputs = features @ weights["classify.weight"].T + weights["classify.bias"]
         assert row == expected_of(kind, outputs) | {name: row[name] for name in ("file", "split", "error")}
+    if kind == "number":
+        described = read_json(run / "l_head" / "head.json")
+        described["input"]["crop_pct"] = 1
+        (run / "l_head" / "head.json").write_text(json.dumps(described))
+        about = export.main([f"--classifier={run}/l_head", f"--out={tmp_path}/l.onnx", "--data.workers=0"])["about"]
+        assert about["crop_pct"] == 1
     figures = read_json(tmp_path / "p.parquet.json")["figures"]["test"]
     assert 4 < figures["images"] <= 8
     assert figures["accuracy"] == pytest.approx(report["results"][0]["accuracy"], rel=1e-4)
@@ -155,6 +162,8 @@ def test_settings_of_other_kinds_are_refused(kind, tuned, images, tmp_path):
     for name, value in ({} if kind == "class" else of_classes | {"overlays": "false"}).items():
         with refused(rf"{name} is {value}; it must be left out: .* of the kind {kind}"):
             predict_to(tmp_path / "few.csv", tuned, images, f"--{name}={value}")
+    with refused("inside the images"):
+        predict_to(images / "few.csv", tuned, images)
     if kind == "class":
         (row, *_) = rows_of(tmp_path / "few.parquet", tuned, images, "--top=2", "--probabilities=false")
         assert [*row] == ["file", "split", "class", "probability", "class_2", "probability_2", "error"]

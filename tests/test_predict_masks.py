@@ -135,6 +135,8 @@ def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, cap
     by_class = [(row["class"], row["IoU (%)"]) for row in read_csv(tmp_path / "p.all.classes.csv")]
     names = ("background", "bird", "other classes")
     assert by_class == [(name, f"{100 * iou:.1f}") for name, iou in zip(names, ious, strict=True)] and ious[2] == 0
+    with refused(r"p\.csv"):
+        predict_to(tmp_path / "p.csv", head, images, "--data.ignore_index=7")
     said = capsys.readouterr().err
     assert "its mask has 9 x 9 pixels, and the image 64" in said and "1 image cannot be decoded" in said
     assert rows["sub/square.png"]["mask"] == "" and rows["sub/square.png"]["error"]

@@ -43,12 +43,13 @@ def test_a_read_is_tried_again_with_growing_pauses(pauses, capsys):
 
 def test_a_read_that_goes_on_failing_is_an_error(monkeypatch, pauses, tmp_path):
     """Also where a store's client raises errors of no common type, as botocore's."""
-    with refused(r"gone\.png cannot be read, tried for 7 s: .*No such file", ReadFailed):
-        read_cell({"bytes": None, "path": f"{tmp_path}/gone.png"}, 3)
+    for path in (f"{tmp_path}/gone.png", f"tar://{tmp_path}/gone/a.tar::0+9::gone.png"):
+        with refused(r"gone\.png cannot be read, tried for 7 s: .*No such file", ReadFailed):
+            read_cell({"bytes": None, "path": path}, 3)
     monkeypatch.setattr("mpp.data.columns.fsspec.open", Mock(side_effect=Exception("slow down")))
     with refused("slow down", ReadFailed):
         read_cell({"bytes": None, "path": "s3://bucket/1.png"}, 2)
-    assert pauses == [1, 2, 4, 1, 2]
+    assert pauses == [1, 2, 4, 1, 2, 4, 1, 2]
 
 
 @pytest.mark.parametrize("is_cause", [False, True])

@@ -15,7 +15,7 @@ from PIL import Image
 from evaluation import fewshot, finetune, knn
 from evaluation.config import FewshotConfig, FinetuneConfig, KnnConfig, LinearConfig, SegmentationConfig
 from evaluation.frozen.results import report_path, report_suffix
-from evaluation.frozen.run_images import load_images_of, parse_and_load
+from evaluation.frozen.run_images import find_run, load_images_of, parse_and_load
 from mpp.data import sources
 
 ONE_SHOT = (*FAST, "--shots=1", "--seeds=0")
@@ -70,6 +70,15 @@ def test_reports_on_other_images_and_by_other_settings_are_named_after_them(tmp_
     rates = ([step / number for number in range(1, 30)] for step in (1, 2))
     suffixes = {suffix(f"--l2={each}", of=LinearConfig, of_all=True) for each in rates}
     assert [len(each) for each in suffixes] == [len("_l2_123456")] * 2
+
+
+def test_a_run_may_have_any_name_and_random_weights_are_of_none(tmp_path, monkeypatch):
+    run = tmp_path / "checkpoints" / "classifier"
+    (run / "encoder").mkdir(parents=True)
+    (run / "encoder" / "config.json").touch()
+    (run / "config.yaml").write_text("data: {path: here}")
+    monkeypatch.chdir(run)
+    assert find_run(str(run)) == find_run(f"{run}/encoder") == run and find_run("") is None
 
 
 def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, capsys):

@@ -248,6 +248,7 @@ def test_a_sample_is_the_beginnings_of_shards_in_turn(folder, cache, monkeypatch
 def test_a_second_start_reads_no_image_also_of_a_copy_unless_a_file_changed(folder, cache, monkeypatch):
     first = load(folder)
     assert load(folder, eval_seed=1)[0] != first[0]
+    load(folder, label_column="label")
 
     def unreadable(*_, **__):
         raise AssertionError("images are read")
@@ -255,7 +256,7 @@ def test_a_second_start_reads_no_image_also_of_a_copy_unless_a_file_changed(fold
     monkeypatch.setattr(Shards, "blocks", unreadable)
     assert load(folder) == first
     assert load(shutil.copytree(folder, folder.parent / "elsewhere")) == first  # with its dates
-    assert len(list(cache.rglob(f"stream-*/{ROWS_FILE}"))) == 3  # the held-out images are the same for both seeds
+    assert len(list(cache.rglob(f"stream-*/{ROWS_FILE}"))) == 5  # the held-out images are the same for both seeds
     os.utime(folder / "train-00001-of-00005.parquet", (1, 1))
     with pytest.raises(AssertionError, match="images are read"):
         load(folder)

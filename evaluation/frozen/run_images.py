@@ -36,6 +36,7 @@ from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import how_read, is_named
 from mpp.runtime.messages import is_first_process, note, tell, warn
 from mpp.runtime.weights import BEST, run_of
+from mpp.training.checkpoint import COMPLETE_NAME
 from mpp.training.run_folder import read_record, recorded_commit, saved_settings
 
 LoadedSplits = dict[str, Dataset]
@@ -80,21 +81,21 @@ def find_run(encoder: str) -> Path | None:
     """The run folder of an encoder that is named by the folder itself, its encoder/ or a weights file in it.
 
     Returns:
-        None where an encoder has no run.
+        None where an encoder has no run, as random weights, whose name is empty.
     """
     folder, _ = split_run(encoder)
-    return folder if "data" in saved_settings(folder) else None
+    return folder if encoder and "data" in saved_settings(folder) else None
 
 
 def split_run(encoder: str) -> tuple[Path, str]:
     """The folder of a run, and which of its weights are named: `encoder_best`, `step_...`, or "" for the last ones.
 
-    The path alone says so, whether the run is there or not.
+    The run may not be there yet.
     """
     folder = Path(encoder)
     if folder.suffix == ".safetensors":
         folder = folder.parent
-    if folder.parent.name == "checkpoints":
+    if folder.parent.name == "checkpoints" and COMPLETE_NAME.fullmatch(folder.name):
         return folder.parents[1], folder.name
     return run_of(folder), BEST if folder.name == BEST else ""
 

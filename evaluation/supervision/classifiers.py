@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evaluation.config import HeadConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
 from evaluation.frozen.run_images import find_labelled_images, find_run
-from evaluation.supervision.learners import LEARNERS, Rescale, add_head, average_heads, learner_of
+from evaluation.supervision.learners import LEARNERS, add_head, average_heads, learner_of
 from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
 from mpp.models.descriptions import is_named, saved_config
@@ -49,12 +49,6 @@ class Classifier(NamedTuple):
     def meaning(self) -> str:
         """Of its outputs, in words."""
         return LEARNERS[self.label_kind].meaning
-
-    @property
-    def unit(self) -> float:
-        """By which rounding differences are measured: the size of numbers in the unit of their labels, and else 1."""
-        scales = (each for each in self.network.modules() if isinstance(each, Rescale))
-        return max((float(each.mean.abs() + each.std) for each in scales), default=1.0)
 
 
 class FrozenClassifier(nn.Module):

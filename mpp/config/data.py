@@ -71,10 +71,12 @@ class ImagesConfig(Settings):
         if isinstance(self.nodata, float) and not math.isfinite(self.nodata):
             object.__setattr__(self, "nodata", "nan")  # a string, because nan != nan would make every resume differ
         fits = self.bands is None or len(self.bands) == self.channels
-        require(fits, "data.bands", self.bands, f"{self.channels} numbers from 1, one per channel")
+        require(fits, "data.bands", self.bands, f"{self.channels} numbers from 1, one for each of data.channels")
         pairs = self.limits()
         fits = len(pairs) in (0, 1, self.channels) and all(-math.inf < low < high < math.inf for low, high in pairs)
-        require(fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs, or window")
+        require(
+            fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs (data.channels), or window"
+        )
 
     def how_read(self) -> dict[str, Any]:
         """The settings by which pixels are read, where they are not as usual: an encoder takes them along."""

@@ -60,7 +60,7 @@ def read_file(path: str, source: str | None) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
-        if is_url(path) or has_entries(root_of(path, source)):
+        if is_url(shard_of(path)) or has_entries(root_of(path, source)):
             raise UnreadableImage(f"missing: {one_line(error)}") from error
         raise
 

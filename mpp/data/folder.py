@@ -82,7 +82,7 @@ class Tree:
 def walk(root: str) -> Tree:
     """The files below a folder. Links to folders are followed, unless they lead into a folder that is walked anyway.
 
-    Pictures are the images; arrays where there are no pictures.
+    Pictures and arrays are the images.
 
     Raises:
         OSError: a folder cannot be listed.
@@ -115,12 +115,10 @@ def walk(root: str) -> Tree:
                     else:
                         files.setdefault(kind, []).append(path)
             folders += reversed(below)
-    if "pictures" in files and "arrays" in files:
-        files["arrays next to pictures"] = files.pop("arrays")
     for path, file in links.items():
         top = next(filter(file.startswith, tops), "")
         links[path] = os.path.join(root, tops.get(top, ""), file[len(top) :])
-    images = files.pop("pictures", []) or files.pop("arrays", [])
+    images = files.pop("pictures", []) + files.pop("arrays", [])
     return Tree(root, images, *(sorted(files.pop(kind, [])) for kind in ("lists", "tables", "tars")), files, links)
 
 

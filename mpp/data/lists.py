@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mpp.config import ImagesConfig
+from mpp.data.decoding.formats import ARRAY_ENDINGS
 from mpp.data.folder import Tree, ending_of, find_places, split_of_cell, split_order
 from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
 from mpp.errors import UserError, one_line
@@ -42,6 +43,7 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
     columns: dict[str, dict[str, Any]] = defaultdict(dict)
     lists = find_lists(tree, config)
     label = config.label_column if any(config.label_column in table for table in lists.values()) else LABEL
+    named: set[str] = set()
     listed: set[str] = set()  # images in the folder of a list
     left_out: set[str] = set()  # masks, and images that their list does not name
     for path, table in lists.items():
@@ -51,11 +53,16 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
         if not listed.isdisjoint(below):
             raise UserError(f"{shortened([*lists])} list the same images; data.labels must name the one that counts")
         listed |= below
+        named |= rows.keys()
         unnamed = below - rows.keys() - others
         tree.leave_out(f"images that {os.path.basename(path)} does not name", *unnamed)
         left_out |= unnamed | others
         for name, values in table.items():
             columns[name] |= {image: values[row] for image, row in rows.items()}
+    arrays = {image for image in paths if ending_of(image) in ARRAY_ENDINGS} - left_out - named
+    if len(arrays | left_out | named) < len(paths):
+        tree.leave_out("arrays next to pictures", *arrays)
+        left_out |= arrays
     start = len(os.path.join(tree.root, ""))
     folders = {image: image[start : image.rfind("/") + 1] for image in paths if image not in left_out}
     splits = add_folders(folders, columns.pop(SPLIT, {}), columns[label], tree, config)

@@ -247,7 +247,8 @@ def sample_rows(
                 writer.write(row)
             writer.finalize()
 
-    identity = [shards.files, config.name, config.split, shards.split, shards.numbers, [*features], limit, seed]
+    labels = [config.label_column, config.eval_label_column]
+    identity = [shards.files, config.name, config.split, shards.split, shards.numbers, [*features], labels, limit, seed]
     key = short_digest([json.dumps(identity).encode()], digits=32)
     sample = datasets.Dataset.from_file(str(cached(f"stream-{key}", write) / ROWS_FILE))
     order = np.argsort(sample[POSITION][:])

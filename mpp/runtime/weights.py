@@ -38,8 +38,9 @@ CLASSIFIER = "classifier"
 
 
 def run_of(path: Path) -> Path:
-    """The run folder of a path that is one, or that is an encoder or a classifier in one."""
-    return path.parent if path.name in (ENCODER, BEST, CLASSIFIER) else path
+    """The run folder of a path that is one, or that is an encoder or a classifier in one: they have timm's config."""
+    is_part = path.name in (ENCODER, BEST, CLASSIFIER) and ((path / CONFIG).is_file() or not path.exists())
+    return path.parent if is_part else path
 
 
 def fingerprint(path: Path, on_hub: bool = False) -> str:
