@@ -22,6 +22,7 @@ from evaluation.comparison.cases import (
     Entries,
     cases_of,
     entries_of,
+    parse_once,
     refuse_options,
     settings_of_seed,
     training_digest,
@@ -33,7 +34,7 @@ from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEn
 from evaluation.frozen.run_images import EVALUATED_SETTINGS
 from evaluation.metrics.scoring import rank_of
 from evaluation.registry import EVALUATIONS
-from mpp.config import HOW_READ, TrainingConfig, as_words, changed_settings, flatten, require
+from mpp.config import HOW_READ, TrainingConfig, as_words, changed_settings, flatten, require, settings_of
 from mpp.config.parsing import parse, spread
 from mpp.runtime.messages import note
 from mpp.runtime.start import run_main
@@ -61,6 +62,7 @@ def sweep(config: SweepConfig) -> dict[str, Any]:
     Raises:
         UserError: a trial that cannot be carried out, before anything is done; failed trials, after all others.
     """
+    parse_once.cache_clear()  # files may have changed since this process compared others
     plan = plan_sweep(config)
     runs = len({case.encoder for case in plan.cases})
     print(f"{len(plan.trials)} trials, {runs} runs, on a dev split; test images are not used", flush=True)
@@ -77,7 +79,8 @@ def plan_sweep(config: SweepConfig) -> Plan:
         UserError: a setting that does not exist or is out of bounds, or an evaluation that would look at test images.
     """
     require(config.vary or config.points, "vary", "empty", "{setting: [values]}, or left out next to points")
-    settings, grid, *points = (dict(spread(given, {})) for given in (config.settings, config.vary, *config.points))
+    known = {each.key: each for each in settings_of(TRAININGS[config.train].config_class())}
+    settings, grid, *points = (dict(spread(given, known)) for given in (config.settings, config.vary, *config.points))
     for key, values in grid.items():
         require(isinstance(values, list) and values, f"vary: {key}", values, "a list that is not empty")
     refuse_options(settings, ["run.dir", SEED], "settings")

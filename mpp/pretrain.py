@@ -35,12 +35,11 @@ from mpp.features.metrics import (
 )
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.adaptation import describe_adaptation
-from mpp.models.descriptions import as_saved, how_read, learned_labels, licence_of
+from mpp.models.descriptions import learned_labels, licence_of
 from mpp.models.networks import build_model
 from mpp.models.plain import cell_grid, has_class
 from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
 from mpp.runtime.files import short_digest
-from mpp.runtime.messages import note
 from mpp.runtime.processes import on_main_process
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
@@ -74,8 +73,6 @@ class Pretraining(ImageTask):
         self.corrupted_count = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
         self.licence = licence_of(config.model.init_from)
         self.predicts_features = config.objective.name == "features"
-        if config.objective.frozen_teacher:
-            note_other_reading(config)
         self.builds_on_labels = any(map(learned_labels, first_encoders(config).values()))
         train_images = self.load_images(config)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
@@ -228,14 +225,6 @@ class Pretraining(ImageTask):
             f"{self.patch_count} patches of {self.patch_size} x {self.patch_size}, {self.corrupted_count} corrupted, "
             f"{self.model.on_top}, {super().describe_model()}"
         )
-
-
-def note_other_reading(config: Config) -> None:
-    """Note that the teacher learned from images that were read in another way."""
-    teachers = how_read(config.objective.frozen_teacher)
-    ours = as_saved(config.data.how_read())
-    if teachers and teachers != ours:
-        note(f"objective.teacher learned from images of data {teachers}; here they are {ours or 'as usual'}")
 
 
 def reopen(folder: Path, source: SourceConfig, held_out_images: int, accelerator: Accelerator) -> Pretraining:

@@ -17,6 +17,7 @@ from evaluation.comparison.cases import (
     evaluation_settings,
     read_entries,
     relevant_settings,
+    training_digest,
 )
 from evaluation.comparison.rows import report_path_of_case, training_cost
 from evaluation.config import (
@@ -178,6 +179,8 @@ def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(
     reading = {"data.channels": 1, "data.range": [0, 9]}
     case = only_case(TRAINED | {"seeds": [0], "train_options": reading}, options=options | {"data.path": "scans"})
     data = evaluation_settings(case).data
+    (tuned,) = cases_with([TRAINED | {"seeds": [0], "train_options": {"data.flip": False}}], [TUNED])
+    assert not evaluation_settings(tuned).data.flip
     assert data.channels == 1 and tuple(data.range) == expected
 
 
@@ -186,10 +189,11 @@ def test_which_weights_of_a_parent_a_training_begins_from_is_in_its_digest():
     parent, digests = TRAINED | {"name": "parent", "encoder": "runs/parent", "seeds": [0]}, set()
     for weights in ("", "/encoder_best", "/checkpoints/step_00000002/model.safetensors"):
         child = TRAINED | {"seeds": [0], "train_options": {"model.init_from": f"runs/parent{weights}"}}
-        case, _ = cases_with([child, parent])
+        itself = {"name": "itself", "encoder": f"runs/parent{weights}"}
+        case, _, of_itself = cases_with([child, parent, itself])
         assert {*case.encoder.parents} == {"model.init_from"}
-        digests.add(case_digest(case))
-    assert len(digests) == 3
+        digests |= {training_digest(each.encoder) for each in (case, of_itself)}
+    assert len(digests) == 6
 
 
 def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):

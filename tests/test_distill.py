@@ -8,7 +8,16 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import equal_tensors, killed_at, read_metrics, refused, tiny_without, title_and_tags, weights_of
+from conftest import (
+    equal_tensors,
+    killed_at,
+    read_json,
+    read_metrics,
+    refused,
+    tiny_without,
+    title_and_tags,
+    weights_of,
+)
 from model_inputs import HALVES, by_timm, random_images
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
@@ -17,7 +26,7 @@ from torch import nn
 
 from evaluation import finetune, supervised
 from evaluation.comparison.cases import EncoderEntry, encoders_of, relevant_settings
-from evaluation.config import DistillConfig
+from evaluation.config import DistillConfig, SupervisedConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.supervised import Classification
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
@@ -112,6 +121,10 @@ def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path,
     pixels = random_images(2, side=48)
     (features,) = load_frozen_encoder(str(tuned))(pixels, "class", [2])
     taught = load_teacher(str(tuned), 9)(pixels)
+    known = parse(SupervisedConfig, [f"--distill.teacher={tuned.parent}"])
+    assert with_teacher_digest(known).distill.teacher == str(tuned)
+    with refused("classes in the order"):
+        load_teacher(str(tuned), 9, class_names=read_json(folder / "data.json")["train"]["classes"][::-1])
     torch.testing.assert_close(taught, F.linear(features, weights["head.weight"], weights["head.bias"]))
 
 

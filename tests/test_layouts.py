@@ -125,7 +125,6 @@ RIGHT = {
         f"p: x/a.png {DECOMPOSED}.png; q: y/b.png; r: y/c.png",
         table(r"x\a.png,p", "b,q", "c.png,r", "b,q", f"{ACUTE}.png,p"),
     ),
-    "tabs": Layout(TWO, "p: a.png; q: b.png", {"labels.tsv": "id.1\timage\tlabel\n1\ta\tp\n2\tb\tq\n"}),
     "utf-16": Layout(
         TWO,
         "é: a.png; q: b.png",
@@ -408,11 +407,6 @@ SHARDS = {
         [("0.png", colour(0)), ("0.json", b'{"k": "NA"}'), ("1.png", colour(1)), ("1.json", b'{"k": 2.0}')],
         {"label_column": "k"},
         {"0.png": (0, "NA"), "1.png": (1, "2")},
-    ),
-    "member": (
-        [("0.png", colour(0)), ("0.kind", b"x"), ("1.png", colour(1)), ("1.kind", b" ")],
-        {"label_column": "kind"},
-        {"0.png": (0, "x"), "1.png": (1, None)},
     ),
 }
 

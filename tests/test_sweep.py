@@ -83,6 +83,7 @@ def trained(monkeypatch):
 
 
 def test_the_grid_and_the_points_are_trials_each_once(small, capsys):
+    small.config["settings"]["model.arguments"] = {"qkv_bias": False}
     small.config["vary"] = {LR: ["1e-2", 0.01, 2.0e-2], BATCH: [8, 16]}
     small.config["points"] = [{LR: 0.04}, {"optim": {"lr": 0.01}, BATCH: 8, "run.seed": 5}, {LR: 0.010, BATCH: 16}]
     plan = small.plan()

@@ -265,6 +265,8 @@ def test_the_best_is_by_the_probe_or_by_the_score():
     assert not has_best_features([*rising, evaluation(300, knn=0.4)])  # the first of equal ones is kept
     assert has_best_features([without(line, "knn") for line in [*rising, falling]])
     assert has_best_features([{"heldout/loss": value, "heldout/r2": value} for value in (1, 2)])
+    only_the_last_is_probed = [without(evaluation(100, accuracy=0.9), "knn"), evaluation(200)]
+    assert not has_best_features(only_the_last_is_probed) and not has_best_features([])
 
 
 # --- tiny runs ---

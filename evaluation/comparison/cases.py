@@ -30,12 +30,19 @@ from evaluation.config import (
     SupervisedConfig,
 )
 from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEntry, Options, Question
-from evaluation.frozen.run_images import find_run, is_colour_baseline, record_images, run_source, split_run
+from evaluation.frozen.run_images import (
+    VIEW_SETTINGS,
+    find_run,
+    is_colour_baseline,
+    record_images,
+    run_source,
+    split_run,
+)
 from evaluation.registry import EVALUATIONS, Evaluation
 from evaluation.supervision.classifiers import TEACHER_SETTING, with_teacher_digest
 from mpp.config import Config, TrainingConfig, flatten, require, settings_of, show
 from mpp.config.imports import imported
-from mpp.config.parsing import as_command_line, parse
+from mpp.config.parsing import as_command_line, read
 from mpp.data.data_path import is_local
 from mpp.data.loader import BatchLayout
 from mpp.errors import UserError
@@ -45,7 +52,7 @@ from mpp.runtime.files import short_digest
 from mpp.runtime.messages import note
 from mpp.runtime.weights import fingerprint
 from mpp.training.run import first_encoders
-from mpp.training.run_folder import imports_used, parts_named
+from mpp.training.run_folder import imports_used, parts_named, saved_settings
 from mpp.training.task import ImageTask
 
 MAX_NAME_BYTES = 180
@@ -58,8 +65,6 @@ TRUNK_SETTING = "run.branch_from"
 """Names the encoder whose training another one continues, with the result of training it separately."""
 PLACES = {"encoder", "checkpoint", "out", "run.dir"}
 """Settings that are places: a result depends on the content there, not on the place."""
-parse_once = cache(parse)
-"""Several encoders ask for the same config, and parsing takes a while."""
 EARLIER_DEFAULTS: dict[type, dict[str, Any]] = {
     ProbeConfig: {"depth": "last"},
     SegmentationConfig: {"depth": "last"},
@@ -156,7 +161,12 @@ class Encoder:
     """Settings of the command that trains it, as the entry has them; None: the entry does not train it."""
     parents: dict[str, "Encoder"] = field(default_factory=dict)
     """The encoders of the comparison that its training begins from, continues or learns from, by the settings that name
-    them."""
+    them; or, as `encoder`, the one in whose run it is."""
+
+    @property
+    def run_settings(self) -> Any | None:
+        """Settings of its training, or of the run that it is in; None: the comparison trains neither."""
+        return self.parents.get("encoder", self).settings
 
     @property
     def path(self) -> Path:
@@ -178,6 +188,10 @@ def encoders_of(entries: Iterable[EncoderEntry]) -> dict[tuple[str, int], Encode
     }
     trained = [encoder for encoder in encoders.values() if encoder.settings is not None]
     by_path = {encoder.path: encoder for encoder in sorted(trained, key=lambda encoder: not encoder.entry.random)}
+    for encoder in encoders.values():
+        run, _ = split_run(str(encoder.path))
+        if encoder.settings is None and run in by_path:
+            encoder.parents = {"encoder": by_path[run]}
     for encoder in trained:
         runs = {setting: run for setting, (run, _) in parent_runs(encoder.settings).items()}
         encoder.parents = {setting: by_path[run] for setting, run in runs.items() if run in by_path}
@@ -221,10 +235,20 @@ def parent_runs(config: TrainingConfig) -> dict[str, tuple[Path, str]]:
     return {setting: split_run(encoder) for setting, encoder in named.items() if encoder}
 
 
-def settings_of_seed(config_class: type, options: Options, seed: int) -> Any:
-    """The config of a command with these settings, where `{seed}` stands for the seed."""
-    words = as_command_line(options)
-    return parse_once(config_class, tuple(word.replace(OF_SEED, str(seed)) for word in words))
+def settings_of_seed(config_class: type, options: Options, seed: int, inherited: Options | None = None) -> Any:
+    """The config of a command with these settings, where `{seed}` stands for the seed.
+
+    Args:
+        inherited: settings instead of the defaults.
+    """
+    words = tuple(word.replace(OF_SEED, str(seed)) for word in as_command_line(options))
+    return parse_once(config_class, words, tuple(as_command_line(inherited or {})))
+
+
+@cache
+def parse_once(config_class: type, words: tuple[str, ...], inherited: tuple[str, ...]) -> Any:
+    """A config: several encoders ask for the same one, and parsing takes a while."""
+    return read(read(config_class(), inherited), words, refuse_idle=True)
 
 
 # --- cases ---
@@ -332,28 +356,38 @@ def applies(case: Case) -> bool:
 def evaluation_settings(case: Case) -> Any:
     """Settings of a case's evaluation, but for the places of its results."""
     entry, seed = case.encoder.entry, case.encoder.seed
-    options = case.entry.options
+    options, inherited = case.entry.options, {}
     if case.kind != "masked patches":
-        options = reading_options(case.encoder) | case.dataset.options | options | entry.options
+        options = case.dataset.options | options | entry.options
+        inherited = reading_options(case.encoder)
     options = options | {"encoder": entry.encoder}
     if case.kind == "frozen features":
         options |= {"random": entry.random, "seed": seed}
     if case.kind == "fine-tuning":
         options |= {"run.seed": seed} | ({"init": "random"} if entry.random else {})
-    return settings_of_seed(case.evaluation.config_class(), options, seed)
+        inherited |= view_options(case.encoder)
+    return settings_of_seed(case.evaluation.config_class(), options, seed, inherited)
 
 
 def reading_options(encoder: Encoder) -> Options:
     """Settings by which the files were read that the encoder learned from: other images are read in the same way."""
     run, source = find_run(str(encoder.path)), None
-    if encoder.settings is not None:
-        source = encoder.settings.data
+    if encoder.run_settings is not None:
+        source = encoder.run_settings.data
     elif run is not None:
         source = run_source(run)
     with suppress(UserError):  # no such encoder, which its evaluation reports
         reading = how_read(str(encoder.path)) if source is None else source.how_read()
         return {f"data.{name}": value for name, value in reading.items()}
     return {}
+
+
+def view_options(encoder: Encoder) -> Options:
+    """Settings by which fine-tuning shows images as the encoder's training did."""
+    run = find_run(str(encoder.path))
+    saved = saved_settings(run)["data"] if run else {}
+    data = saved if encoder.run_settings is None else vars(encoder.run_settings.data)
+    return {f"data.{name}": data[name] for name in VIEW_SETTINGS if name in data}
 
 
 # --- digests ---
@@ -383,7 +417,8 @@ def case_digest(case: Case) -> str:
 def training_digest(encoder: Encoder) -> str | None:
     """Digest of the settings that an encoder is trained by, and its parents; None: the comparison does not train it."""
     if encoder.settings is None:
-        return None
+        run, (_, weights) = encoder.parents.get("encoder"), split_run(str(encoder.path))
+        return run and f"{training_digest(run)} {weights}".strip()
     entry = encoder.entry
     settings = relevant_settings(encoder.settings)
     for setting, (_, weights) in parent_runs(encoder.settings).items():
@@ -453,7 +488,7 @@ def digests_of_images(case: Case, only_here: bool = False) -> dict[str, str]:
     Args:
         only_here: without those that are not on this machine.
     """
-    config, training = evaluation_settings(case), case.encoder.settings
+    config, training = evaluation_settings(case), case.encoder.run_settings
     data = getattr(config, "data", None)  # masked patches are of the run's own
     sources = {"images": (data, label_task(config))}
     if isinstance(data, MaskedDataConfig) and data.path is not None:

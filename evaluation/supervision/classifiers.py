@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evaluation.config import HeadConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
-from evaluation.frozen.run_images import find_labelled_images, find_run
+from evaluation.frozen.run_images import find_labelled_images, find_run, find_tested_run
 from evaluation.supervision.learners import LEARNERS, add_head, average_heads, learner_of
 from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
@@ -74,22 +74,28 @@ def with_teacher_digest(config: SupervisedConfig) -> SupervisedConfig:
     teacher = config.distill.teacher
     if teacher is None:
         return config
+    teacher = str(find_tested_run(Path(teacher), TEACHER_SETTING) or teacher)
     require(Path(teacher).is_dir(), TEACHER_SETTING, teacher, "a folder: of a finished run, or in timm's layout")
     sha256, known = fingerprint(Path(teacher)), config.distill.teacher_sha256
     allowed = f"{sha256}, that of {teacher}, or null"
     require(known in (None, sha256), "distill.teacher_sha256", known, allowed)
-    return replace(config, distill=replace(config.distill, teacher_sha256=sha256))
+    return replace(config, distill=replace(config.distill, teacher=teacher, teacher_sha256=sha256))
 
 
-def load_teacher(source: str, classes: int, channels: int = 3) -> FrozenClassifier:
+def load_teacher(source: str, classes: int, channels: int = 3, class_names: Sequence[str] = ()) -> FrozenClassifier:
     """The teacher that the setting names.
 
+    Args:
+        class_names: of the images, by which the order of the teacher's is known, if they are the same.
     Raises:
-        UserError: no classifier there, or one of other classes or channels.
+        UserError: no classifier there, or one of other classes or channels, or with these classes in another order.
     """
     teacher = load_classifier(source, channels, TEACHER_SETTING)
     fits = teacher.label_kind == "class" and teacher.classes == classes
     require(fits, TEACHER_SETTING, source, f"a classifier of one class per image, of {classes} as these images have")
+    names = [*class_names[:classes]]
+    is_in_order = teacher.class_names == names or sorted(teacher.class_names) != sorted(names)
+    require(is_in_order, TEACHER_SETTING, source, f"a classifier with classes in the order {', '.join(names)}")
     return FrozenClassifier(teacher)
 
 

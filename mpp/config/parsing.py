@@ -170,7 +170,8 @@ def check_given(config: Any, usual: Any) -> None:
     """
     values = flatten(config)
     for each, default in zip(settings_of(config), settings_of(usual), strict=True):
-        if each.value == default.value:
+        of_class = getattr(each.owner, each.key.rpartition(".")[2], default.value)  # a config of Python may begin there
+        if each.value in (default.value, of_class):
             continue
         is_met = all(is_one_of(values[key], wanted) for key, wanted in each.about["needs"].items())
         why = each.unused or f"it has no effect unless {describe_needs(each)}"

@@ -22,6 +22,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments, with_moments
 from mpp.data.remote import resolve_commit
 from mpp.data.workers import deaths_explained, kill_workers
+from mpp.models.descriptions import as_saved, how_read
 from mpp.models.encoder import moments_of_weights, with_architecture
 from mpp.runtime.files import clear_leftovers, hold
 from mpp.runtime.messages import note, tell, warn
@@ -139,6 +140,7 @@ def build_and_train(
         accelerator.print(f"measured: model.mean {config.model.mean}, model.std {config.model.std}")
     # config.yaml keeps data.revision as it was given, so that the same command resumes; data.json has the commit.
     task = build(replace(config, data=data), accelerator, layout)
+    note_other_reading(config)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     with exclusive(folder, accelerator):
         on_main_process(accelerator, lambda: clear_killed_run(folder))
@@ -190,6 +192,15 @@ def first_encoders(config: TrainingConfig) -> dict[str, str]:
         "objective.teacher": objective and (objective.teacher_checkpoint or objective.frozen_teacher),
     }
     return {key: value for key, value in given.items() if value}
+
+
+def note_other_reading(config: TrainingConfig) -> None:
+    """Note that a run begins from, or is taught by, an encoder whose images were read in another way."""
+    ours = as_saved(config.data.how_read())
+    for setting, encoder in first_encoders(config).items():
+        theirs = how_read(encoder)
+        if theirs and theirs != ours:
+            note(f"{setting} learned from images of data {theirs}; here they are {ours or 'as usual'}")
 
 
 @contextmanager

@@ -197,13 +197,15 @@ def describe_probe(history: History, group: str, start: str) -> str:
 
 
 def has_best_features(history: History) -> bool:
-    """Whether the last evaluation, of one or more, has the best features so far, by the probe.
+    """Whether the last evaluation has the best features so far, by the probe.
 
-    Without a probe: by the first of SCORES that it has.
+    Where none was probed before it: by the first of SCORES that it has.
     """
     lines = evaluations(history)
+    if not lines:
+        return False
     group, probed = probe_lines(lines)
-    if group:
+    if probe_lines(lines[:-1])[0]:
         best = max(probed, key=lambda line: best_depth(line, group)[1])  # the first of equal ones
     else:
         score = next(name for name in SCORES if name in lines[-1])
