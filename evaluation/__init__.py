@@ -10,5 +10,5 @@ tables.py, predictions.py: tables in parts (`mpp embed`, `mpp predict`); rows, m
 
 A new evaluation is one file: see README.md. One of this repository does not register itself: its line is in
 registry.py, and its module in the import contracts of pyproject.toml. A new kind of label needs a `LabelKind`
-(metrics/kinds.py), a `Learner` (supervision/learners.py) and a kind of `read_labels` (mpp/data/labels.py).
+(metrics/scoring.py), a `Learner` (supervision/learners.py) and a kind of `read_labels` (mpp/data/labels.py).
 """

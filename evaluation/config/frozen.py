@@ -321,7 +321,8 @@ class LinearConfig(ProbeConfig):
     iterations: int = setting(500, at_least=1, needs=OF_LOGISTIC)
     """Largest number of iterations of the solver, L-BFGS."""
     save: bool = setting(False, operational=True, needs={"features": False} | OF_LOGISTIC)
-    """Keep the classifier for `mpp predict`, in a folder next to the report: the one of the deepest depth."""
+    """Keep the classifier for `mpp predict`, in a folder next to the report: the one of the chosen depth,
+    with `depth all` of the deepest."""
 
     def check(self):
         unread = {"mae": ("features",), "dinov2": ("features", "depth", "representation")}
@@ -365,8 +366,8 @@ class SegmentationConfig(Settings):
     baselines: bool = True
     """Also evaluate the baselines: random weights, and the patch's mean colour and position."""
     save: bool = setting(False, operational=True, needs=OF_LINEAR)
-    """Keep the linear classifier for `mpp predict`, in a folder next to the report: the one of the deepest depth and
-    the first seed."""
+    """Keep the linear classifier for `mpp predict`, in a folder next to the report: the one of the chosen depth (with
+    `depth all` of the deepest) and the first seed."""
     class_names: tuple[str, ...] | None = setting(None, operational=True)
     """Names of the classes by their number in the masks, from 0, in tables and predictions. null: class 0, class 1 and
     so on; for the package's birds background and bird."""
