@@ -266,6 +266,9 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     bench = Bench(model, encoder, images, config.compile, accelerator)
     of_an_image = bench._replace(images=images[:1], compile=False)
     flops = pd.Series({name: len(images) * flops_of(build(of_an_image)) for name, build in STEPS.items()})
+    accelerator.free_memory()  # which counting took
+    if accelerator.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     steps, memory = {}, []
     for name, build in STEPS.items():
         steps[name] = build(bench)

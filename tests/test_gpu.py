@@ -9,6 +9,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import TINY, Killed, kill_at, read_metrics, run_command, weights_of
 
 from evaluation import features
@@ -76,7 +77,7 @@ def test_ten_losses_are_the_cpus(run, optimizer, tolerance):
         assert read_metrics(here, key) == pytest.approx(read_metrics(there, key), abs=0.05)  # of 64 images
 
 
-@pytest.mark.parametrize("compile", ["false", "true"])
+@pytest.mark.parametrize("compile", ["false", "true"], ids=["eager", "compiled"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bf16_and_the_compiler_train_the_same(run, precision, compile):
     options = ("--optim.name=adam", "--optim.lr=1e-2")
@@ -165,6 +166,7 @@ def test_frozen_features_are_the_cpus(run, tmp_path, monkeypatch):
     features_on = {}
     for place in ("cpu", DEVICE):
         monkeypatch.setenv("ACCELERATE_USE_CPU", str(place == "cpu"))
+        AcceleratorState._reset_state(reset_partial_state=True)  # it stays on the device of its first use
         out = tmp_path / f"{place}.npz"
         features.main([f"--encoder={folder}", "--precision=fp32", "--data.workers=0", f"--out={out}"])
         features_on[place] = np.load(out)

@@ -146,6 +146,12 @@ def test_a_launcher_that_was_told_cpu_leaves_the_gpu_alone(monkeypatch):
     assert not uses_gpu()
 
 
+def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    start.start(RunConfig(trackers=(), threads=1))
+    assert "driver may be too old" in capsys.readouterr().err
+
+
 def test_processes_that_round_differently_are_refused(pretrain, monkeypatch):
     others = {"fp32": "bf16", "bf16": "fp32"}
     monkeypatch.setattr(start, "gather_object", lambda own: [*own, others.get(own[0], own[0])])

@@ -186,20 +186,17 @@ def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loa
 
 
 @pytest.mark.parametrize(
-    "given, gpu, cores, processes, bound, expected",
+    "given, gpu, cores, processes, expected",
     [
-        (None, False, 64, 1, False, 2),
-        (None, False, 1, 1, False, 1),  # torch would warn of two
-        (None, True, 128, 2, False, 16),  # more are of no use
-        (None, True, 128, 8, False, 15),
-        (None, True, 12, 8, True, 11),  # it has its share of the cores already
-        (None, True, 1, 1, False, 1),
-        (0, True, 64, 1, False, 0),
+        (None, False, 64, 1, 2),
+        (None, False, 1, 1, 1),  # torch would warn of two
+        (None, True, 128, 2, 16),  # more are of no use
+        (None, True, 128, 8, 15),
+        (0, True, 64, 1, 0),
     ],
 )
-def test_loader_processes_follow_the_device(monkeypatch, given, gpu, cores, processes, bound, expected):
+def test_loader_processes_follow_the_device(monkeypatch, given, gpu, cores, processes, expected):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", str(int(bound)))
     monkeypatch.setattr(workers, "uses_gpu", lambda: gpu)
     monkeypatch.setattr(workers, "cores", lambda: cores)
     monkeypatch.setattr(hardware, "cores", lambda: cores)

@@ -24,7 +24,6 @@ from mpp.errors import UserError
 from mpp.features.frozen import pool
 from mpp.models.encoder import SET_ELSEWHERE, Normalize, build_encoder, load_encoder, with_architecture
 from mpp.models.plain import checkpoint_activations, has_class, is_plain, model_without_memory
-from mpp.runtime.hardware import uses_gpu
 
 OF_VITS = ("width", "depth", "heads", "patch_size", "init_from", "dropout", "drop_path", "position", "position_at")
 OF_VITS += ("stride", "mixing", "attention", "residual")
@@ -104,8 +103,6 @@ def build_backbone(config: ModelConfig, channels: int = 3, is_distilled: bool = 
     encoder = load_encoder(name, pretrained=False, setting="model.name", **arguments, **sizes)
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
-    if uses_gpu():
-        encoder = encoder.to(memory_format=torch.channels_last)  # in which tensor cores convolve
     return encoder, sides(config.img_size or encoder.pretrained_cfg["input_size"][1:])
 
 

@@ -60,5 +60,4 @@ def local_processes() -> int:
 
 def share_of_cores() -> int:
     """Number of CPU cores for each process of this machine that the launcher started; at least 1."""
-    is_bound = is_set("ACCELERATE_CPU_AFFINITY")  # to its share already
-    return max(1, cores() // (1 if is_bound else local_processes()))
+    return max(1, cores() // local_processes())

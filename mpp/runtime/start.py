@@ -20,7 +20,7 @@ from tqdm import tqdm
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.runtime.hardware import bf16_is_native, is_set, reuse_memory, share_of_cores, uses_gpu
-from mpp.runtime.messages import counted, process_rank, steady_output
+from mpp.runtime.messages import counted, process_rank, steady_output, warn
 from mpp.runtime.processes import (
     BUILDING_TIMEOUT,
     DATA_PARALLEL,
@@ -103,6 +103,8 @@ def start(run: RunConfig) -> Accelerator:
     sharded = sharding(accelerator) is not None
     if accelerator.device.type == "cpu" and not sharded:  # a model is sharded where memory is short
         reuse_memory()
+    if not uses_gpu() and not is_set("ACCELERATE_USE_CPU") and torch.cuda.device_count():
+        warn(f"torch cannot use the GPU here: its driver may be too old for CUDA {torch.version.cuda}")
     count = accelerator.num_processes
     each = " each" if count > 1 else ""
     accelerator.print(

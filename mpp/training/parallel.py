@@ -23,6 +23,7 @@ from mpp.errors import UserError, one_line
 from mpp.models.adaptation import has_low_rank_changes
 from mpp.runtime.messages import warn
 from mpp.runtime.processes import sharding
+from mpp.runtime.start import is_out_of_memory
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -140,7 +141,7 @@ def shard_rest(module: nn.Module, **options: Any) -> None:
 def or_eager(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
     """`compiled`, and from its first failure on, with a warning, `eager`: an error that is not the compiler's recurs.
 
-    Kernels of both passes are compiled in the forward pass.
+    Kernels of the backward pass may be compiled in it: their errors end the run.
     """
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -148,7 +149,7 @@ def or_eager(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callabl
         try:
             return compiled(*arguments, **options)
         except Exception as error:
-            if compiled is eager or isinstance(error, UserError):
+            if compiled is eager or isinstance(error, UserError) or is_out_of_memory(error):
                 raise
             cause = f"{type(error).__name__}: {one_line(error)}"[:300]  # it may quote the compiler's whole command
             warn(f"run.compile: torch.compile fails ({cause}); the model is computed without it, more slowly")
