@@ -33,7 +33,6 @@ from evaluation.comparison.cases import (
     digests_of_images,
     evaluation_settings,
     label_task,
-    parse_once,
     provenance,
     read_entries,
 )
@@ -82,8 +81,6 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     Raises:
         UserError: an entry that cannot be carried out, before anything is done; failed evaluations, after all others.
     """
-    parse_once.cache_clear()  # files may have changed since this process compared others
-    parse_once.cache_clear()  # files may have changed since this process compared others
     entries = read_entries(config)
     for evaluation in entries.evaluations:
         tests = evaluation.options.get("test", True)

@@ -123,8 +123,8 @@ class Classification(ImageTask):
         self.teacher = None
         if teacher is not None:
             check_labels_unseen(teacher, data, None, held_out, TEACHER_SETTING)  # all, not only `eval_images`
-            known = load_teacher(teacher, self.classes, data.channels, self.train.class_names)
-            self.teacher = known.to(accelerator.device)
+            frozen = load_teacher(teacher, self.classes, data.channels, self.train.class_names)
+            self.teacher = frozen.to(accelerator.device)
         self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
         self.evaluated = {OUTCOMES_NAME: self.held_out_views}
         if left_out:

@@ -22,7 +22,6 @@ from evaluation.comparison.cases import (
     Entries,
     cases_of,
     entries_of,
-    parse_once,
     refuse_options,
     settings_of_seed,
     training_digest,
@@ -62,7 +61,6 @@ def sweep(config: SweepConfig) -> dict[str, Any]:
     Raises:
         UserError: a trial that cannot be carried out, before anything is done; failed trials, after all others.
     """
-    parse_once.cache_clear()  # files may have changed since this process compared others
     plan = plan_sweep(config)
     runs = len({case.encoder for case in plan.cases})
     print(f"{len(plan.trials)} trials, {runs} runs, on a dev split; test images are not used", flush=True)

@@ -40,7 +40,7 @@ from evaluation.frozen.run_images import (
 )
 from evaluation.registry import EVALUATIONS, Evaluation
 from evaluation.supervision.classifiers import TEACHER_SETTING, with_teacher_digest
-from mpp.config import Config, TrainingConfig, flatten, require, settings_of, show
+from mpp.config import Config, flatten, require, settings_of, show
 from mpp.config.imports import imported
 from mpp.config.parsing import as_command_line, read
 from mpp.data.data_path import is_local
@@ -189,12 +189,9 @@ def encoders_of(entries: Iterable[EncoderEntry]) -> dict[tuple[str, int], Encode
     trained = [encoder for encoder in encoders.values() if encoder.settings is not None]
     by_path = {encoder.path: encoder for encoder in sorted(trained, key=lambda encoder: not encoder.entry.random)}
     for encoder in encoders.values():
-        run, _ = split_run(str(encoder.path))
-        if encoder.settings is None and run in by_path:
-            encoder.parents = {"encoder": by_path[run]}
-    for encoder in trained:
-        runs = {setting: run for setting, (run, _) in parent_runs(encoder.settings).items()}
+        runs = {setting: run for setting, (run, _) in parent_runs(encoder).items()}
         encoder.parents = {setting: by_path[run] for setting, run in runs.items() if run in by_path}
+    for encoder in trained:
         if TEACHER_SETTING not in encoder.parents:  # such a teacher is not there yet
             encoder.settings = TRAININGS[encoder.entry.train].resolve(encoder.settings)
     try:
@@ -228,11 +225,17 @@ def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
     return settings
 
 
-def parent_runs(config: TrainingConfig) -> dict[str, tuple[Path, str]]:
-    """Setting -> the run that a training begins from, continues or learns from by it, and which of its weights."""
+def parent_runs(encoder: Encoder) -> dict[str, tuple[Path, str]]:
+    """Setting -> the run that a training begins from, continues or learns from by it, and which of its weights.
+
+    Of an encoder that is not trained itself, `encoder` -> the run that it is in.
+    """
+    config = encoder.settings
+    if config is None:
+        return {"encoder": split_run(str(encoder.path))}
     named = first_encoders(config) | {TEACHER_SETTING: flatten(config).get(TEACHER_SETTING)}
     named[TRUNK_SETTING] = (config.run.branch_from or "").rpartition("@")[0]
-    return {setting: split_run(encoder) for setting, encoder in named.items() if encoder}
+    return {setting: split_run(name) for setting, name in named.items() if name}
 
 
 def settings_of_seed(config_class: type, options: Options, seed: int, inherited: Options | None = None) -> Any:
@@ -241,14 +244,9 @@ def settings_of_seed(config_class: type, options: Options, seed: int, inherited:
     Args:
         inherited: settings instead of the defaults.
     """
-    words = tuple(word.replace(OF_SEED, str(seed)) for word in as_command_line(options))
-    return parse_once(config_class, words, tuple(as_command_line(inherited or {})))
-
-
-@cache
-def parse_once(config_class: type, words: tuple[str, ...], inherited: tuple[str, ...]) -> Any:
-    """A config: several encoders ask for the same one, and parsing takes a while."""
-    return read(read(config_class(), inherited), words, refuse_idle=True)
+    words = [word.replace(OF_SEED, str(seed)) for word in as_command_line(options)]
+    usual = read(config_class(), as_command_line(inherited or {}))
+    return read(usual, words, refuse_idle=True)
 
 
 # --- cases ---
@@ -416,14 +414,13 @@ def case_digest(case: Case) -> str:
 
 def training_digest(encoder: Encoder) -> str | None:
     """Digest of the settings that an encoder is trained by, and its parents; None: the comparison does not train it."""
-    if encoder.settings is None:
-        run, (_, weights) = encoder.parents.get("encoder"), split_run(str(encoder.path))
-        return run and f"{training_digest(run)} {weights}".strip()
-    entry = encoder.entry
-    settings = relevant_settings(encoder.settings)
-    for setting, (_, weights) in parent_runs(encoder.settings).items():
+    parents = {}
+    for setting, (_, weights) in parent_runs(encoder).items():
         if setting in encoder.parents and setting != TRUNK_SETTING:
-            settings[setting] = f"{training_digest(encoder.parents[setting])} {weights}".strip()
+            parents[setting] = f"{training_digest(encoder.parents[setting])} {weights}".strip()
+    if encoder.settings is None:
+        return parents.get("encoder")
+    entry, settings = encoder.entry, relevant_settings(encoder.settings) | parents
     content = {"command": entry.train, "settings": settings, "compute": entry.compute}
     imports = imports_used(encoder.settings)
     if imports:

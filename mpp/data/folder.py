@@ -60,6 +60,8 @@ class Tree:
     """Reason -> files that are not used."""
     links: dict[str, str] = field(default_factory=dict)
     """Image that is a link -> the file that it is, by its path in the tree where it has one."""
+    arrays: list[str] = field(default_factory=list)
+    """Those of the images that are arrays: next to pictures they count where a list names them."""
 
     def leave_out(self, reason: str, *names: str) -> None:
         """Note files that are not used, by their names in the tree or their paths."""
@@ -118,8 +120,10 @@ def walk(root: str) -> Tree:
     for path, file in links.items():
         top = next(filter(file.startswith, tops), "")
         links[path] = os.path.join(root, tops.get(top, ""), file[len(top) :])
-    images = files.pop("pictures", []) + files.pop("arrays", [])
-    return Tree(root, images, *(sorted(files.pop(kind, [])) for kind in ("lists", "tables", "tars")), files, links)
+    arrays = files.pop("arrays", [])
+    images = files.pop("pictures", []) + arrays
+    others = (sorted(files.pop(kind, [])) for kind in ("lists", "tables", "tars"))
+    return Tree(root, images, *others, files, links, arrays)
 
 
 def real_folder(path: str) -> str:

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.formats import ARRAY_ENDINGS
 from mpp.data.folder import Tree, ending_of, find_places, split_of_cell, split_order
 from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
 from mpp.errors import UserError, one_line
@@ -59,10 +58,12 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
         left_out |= unnamed | others
         for name, values in table.items():
             columns[name] |= {image: values[row] for image, row in rows.items()}
-    arrays = {image for image in paths if ending_of(image) in ARRAY_ENDINGS} - left_out - named
-    if len(arrays | left_out | named) < len(paths):
-        tree.leave_out("arrays next to pictures", *arrays)
-        left_out |= arrays
+    if tree.arrays:
+        unlisted = {*paths} - left_out - named
+        arrays = unlisted & {os.path.join(tree.root, array) for array in tree.arrays}
+        if arrays < unlisted:
+            tree.leave_out("arrays next to pictures", *arrays)
+            left_out |= arrays
     start = len(os.path.join(tree.root, ""))
     folders = {image: image[start : image.rfind("/") + 1] for image in paths if image not in left_out}
     splits = add_folders(folders, columns.pop(SPLIT, {}), columns[label], tree, config)
