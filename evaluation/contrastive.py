@@ -124,11 +124,11 @@ class Contrastive(ImageTask):
         self.model, self.img_size = self.build_model()
         with accelerator.main_process_first():
             all_train, self.held_out = load_image_datasets(config.data)
-        self.train = all_train.choose(config.data.train_images, config.data.eval_seed)
+        self.train = all_train.to_train_on(config.data)
         allowed = f"from 2 to {len(self.train)}, all training images: an image is compared with others"
         fits = 1 < self.images_of_a_pass <= len(self.train)
         require(fits, "the number of images in a forward pass", self.images_of_a_pass, allowed)
-        evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
+        evaluated = self.held_out.to_evaluate_on(config.data, config.data.eval_images)
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
         self.probe = self.build_probe(self.train, config.probe, begins_from)
 

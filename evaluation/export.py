@@ -86,7 +86,7 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
 
     with deaths_explained(), torch.no_grad():
         _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
-        views = views_for(encoder, held_out.choose(config.images, config.data.cut_seed), config.data)
+        views = views_for(encoder, held_out.to_evaluate_on(config.data, config.images), config.data)
         loader = fixed_view_batches(views, config.data.batch_size or DEFAULT_BATCH_SIZE)
         inputs = (each.images if config.normalize else encoder.normalize(each.images) for each in loader)
         first = next(inputs)

@@ -74,41 +74,35 @@ Candidate = tuple[int, float]
 
 
 def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-    """Probe the features, write the report and, if asked, the head that was tested last, and return the report."""
+    """Probe the features, write the report and, if asked, the head of the chosen depth, and return the report."""
     if config.protocol != "logistic":
         return run_protocol(config, loaded)
     allowed = "left out: a colour baseline has no weights, so its head is not kept"
     require(not (config.save and is_colour_baseline(config.frozen.encoder)), "save", True, allowed)
-    evaluated: list[Any] = []
 
-    def evaluate_and_keep_head(features: LabelledFeatures) -> list[dict[str, Any]]:
-        evaluated[:] = evaluate(features, config)
-        return evaluated[:1]
+    def save(head: tuple[StandardizedLinear, list[str]], report: dict[str, Any]) -> None:
+        module, class_names = head
+        save_head(
+            report_path_of_command(config, "linear"),
+            module,
+            config.frozen,
+            task=HEAD_TASKS[report["labels"]["kind"]],
+            class_names=class_names,
+            representation=config.probe.representation,
+            depth=report["protocol"]["chosen_depth"],
+            input=report["protocol"]["input"],
+            learned=describe_learned(config.data, loaded, config.probe.task),
+        )
 
-    report = run_probe(config, "linear", evaluate_and_keep_head, "solver", loaded, LABEL_KINDS)
-    if not (config.save and report):
-        return report
-
-    _, head, class_names = evaluated
-    save_head(
-        report_path_of_command(config, "linear"),
-        head,
-        config.frozen,
-        task=HEAD_TASKS[report["labels"]["kind"]],
-        class_names=class_names,
-        representation=config.probe.representation,
-        depth=report["protocol"]["chosen_depth"],
-        input=report["protocol"]["input"],
-        learned=describe_learned(config.data, loaded, config.probe.task),
-    )
-    return report
+    of_features = partial(evaluate, config=config)
+    return run_probe(config, "linear", of_features, "solver", loaded, LABEL_KINDS, save if config.save else None)
 
 
 # --- logistic regression, on the features of one crop ---
 
 
-def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[dict[str, Any], StandardizedLinear, list[str]]:
-    """The result of the head with the penalty that is best on the dev split, this head, and its classes' names."""
+def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict[str, Any]]:
+    """The result of the head with the penalty that is best on the dev split; its `head`: it and its classes' names."""
     classes = features.train_labels.shape[-1]  # of several; a number has none
     if features.kind == "class":
         features, numbers = features.with_numbered_classes()
@@ -118,7 +112,7 @@ def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[dict[str
     l2 = best_choice(scores)
     ((outcomes, head),) = fit_and_test(features, config, classes, [l2])
     result = {"solver": SOLVER, "seed": 0, "l2": l2, "dev_accuracy": scores[l2], "outcomes": outcomes}
-    return result, head, list(features.class_names)
+    return [result | {"head": (head, list(features.class_names))}]
 
 
 def fit_and_test(

@@ -65,7 +65,7 @@ class Subject(NamedTuple):
 
     def views(self, count: int) -> ViewDataset:
         """A seeded choice of held-out images, as the encoder takes them."""
-        chosen = self.held_out.choose(count, self.config.data.cut_seed)
+        chosen = self.held_out.to_evaluate_on(self.config.data, count)
         return views_for(self.encoder, chosen, self.config.data)
 
     def batches(self, count: int) -> Iterator[Tensor]:

@@ -167,11 +167,10 @@ def verdict_points(folder: Path, history: History) -> list[tuple[str, str]]:
 
 def warnings_of(folder: Path) -> list[str]:
     """The warnings of the last verdict, and images that could not be decoded."""
-    verdict = read_verdict(folder)
-    warnings = []
-    for each in verdict.get("warnings", []):
-        if each["check"] in verdict["off"]:
-            warnings.append(f"{each['check']} (since step {each['step']}): {each['message']}")
+    warnings = [
+        f"{each['check']} (since step {each['step']}): {each['message']}"
+        for each in read_verdict(folder).get("warnings", [])
+    ]
     file = folder / UNREADABLE_FILE
     unreadable = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     if unreadable:

@@ -39,9 +39,6 @@ from mpp.runtime.hardware import device
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start_alone
 
-EvaluatedReading = tuple[dict[str, Any], Reading]
-"""A result with its outcomes, and the reading of features that it is of."""
-
 
 def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Evaluate patch features on masks, write the report, and return it.
@@ -62,22 +59,22 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     with deaths_explained():
         encode = partial(patch_features, encoder, depths=depths)
         extracted = extract_patches(encode, depths, views, config, accelerator)
-        report, evaluated = evaluate_depths(extracted.by_depth, config)
+        evaluate = partial(evaluate_readings, config=config)
+        report, head = evaluate_by_depth(config, extracted.by_depth, evaluate, "case")
         if any(extracted.left_out.values()):
             report["left_out"] = extracted.left_out
         extracted.by_depth.clear()  # before those of a baseline are in memory, too
         report["baselines"] = {}
         for name, (encode, depths_there) in open_baselines(encoder, depths, config).items():
             by_depth = extract_patches(encode, depths_there, views, config, accelerator).by_depth
-            report["baselines"][name] = as_baseline(evaluate_depths(by_depth, config)[0])
+            report["baselines"][name] = as_baseline(evaluate_by_depth(config, by_depth, evaluate, "case")[0])
 
     report = write_probe_report(path, report, "reading")
     if config.save:
-        reading = evaluated[0][1]
-        outputs = reading.classify.out_features
+        outputs = head.classify.out_features
         save_head(
             path,
-            reading,
+            head,
             config.frozen,
             task="pixels",
             class_names=report["labels"]["class_names"][:outputs],
@@ -104,22 +101,9 @@ def open_baselines(
     return baselines
 
 
-def evaluate_depths(
-    by_depth: dict[int, LabelledFeatures], config: SegmentationConfig
-) -> tuple[dict[str, Any], list[EvaluatedReading]]:
-    """The report of features at each depth, and the readings at the chosen one, which is evaluated last."""
-    evaluated: list[EvaluatedReading] = []
-
-    def evaluate(features: LabelledFeatures) -> list[dict[str, Any]]:
-        evaluated[:] = evaluate_readings(features, config)
-        return [result for result, _ in evaluated]
-
-    return evaluate_by_depth(config, by_depth, evaluate, "case"), evaluated
-
-
-def evaluate_readings(features: LabelledFeatures, config: SegmentationConfig) -> list[EvaluatedReading]:
-    """Test each reading; the learning rate is chosen on the dev split."""
-    fitted: list[EvaluatedReading] = []
+def evaluate_readings(features: LabelledFeatures, config: SegmentationConfig) -> list[dict[str, Any]]:
+    """The result of each reading, which is its `head`; the learning rate is chosen on the dev split."""
+    fitted: list[dict[str, Any]] = []
     if "linear" in config.readings:
         scores: dict[float, float | None] = dict.fromkeys(config.lr)
         if len(scores) > 1:
@@ -129,10 +113,10 @@ def evaluate_readings(features: LabelledFeatures, config: SegmentationConfig) ->
         lr = best_choice(scores)
         for seed in config.seeds:
             result = {"case": "linear", "seed": seed, "lr": lr, "dev_accuracy": scores[lr]}
-            fitted.append((result, fit_linear(features, config, lr, seed)))
+            fitted.append(result | {"head": fit_linear(features, config, lr, seed)})
     if "knn" in config.readings:
-        fitted.append(({"case": "knn", "seed": 0}, fit_neighbours(features, config)))
-    return [(result | {"outcomes": outcomes_of(reading, features)}, reading) for result, reading in fitted]
+        fitted.append({"case": "knn", "seed": 0, "head": fit_neighbours(features, config)})
+    return [result | {"outcomes": outcomes_of(result["head"], features)} for result in fitted]
 
 
 def outcomes_of(reading: Reading, features: LabelledFeatures) -> Outcomes:

@@ -67,7 +67,7 @@ from mpp.training.flops import executed_flops
 from mpp.training.log import UNREADABLE_FILE, Tracker
 from mpp.training.run import train, write_run_page
 from mpp.training.run_folder import read_record
-from mpp.training.task import ImageTask, to_device
+from mpp.training.task import ImageTask
 
 MAX_LEFT_OUT = 5000
 """Maximum number of left-out training images that fine-tuning is evaluated on, besides the held-out ones."""
@@ -108,7 +108,7 @@ class Classification(ImageTask):
         super().__init__(accelerator, layout, config.run, data)
         self.config = config
         self.train, held_out, left_out = splits
-        self.held_out = held_out.choose(data.eval_images, data.cut_seed)
+        self.held_out = held_out.to_evaluate_on(data, data.eval_images)
         self.label_kind = self.train.label_kind
         self.classes = number_of_classes(splits)
         self.learner = learner_of(self.label_kind, self.train.labels, self.classes, config.loss)
@@ -190,7 +190,8 @@ class Classification(ImageTask):
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The mean loss of a batch, its predictions (B, ...) and its labels, on the device."""
-        images, labels = to_device([batch.images, batch.labels], self.accelerator.device)
+        device = self.accelerator.device
+        images, labels = (tensor.to(device, non_blocking=True) for tensor in (batch.images, batch.labels))
         target = labels
         if model.training and self.mix is not None:
             images, target = self.mix(images.float(), labels)  # (B, C) now

@@ -75,7 +75,7 @@ class Pretraining(ImageTask):
         self.predicts_features = config.objective.name == "features"
         self.builds_on_labels = any(map(learned_labels, first_encoders(config).values()))
         train_images = self.load_images(config)
-        evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
+        evaluated = self.held_out.to_evaluate_on(config.data, config.data.eval_images)
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
         self.probe = self.build_probe(train_images, config.probe, config.model.init_from)
 
@@ -93,7 +93,7 @@ class Pretraining(ImageTask):
             return train_images
         with self.accelerator.main_process_first():
             train, self.held_out = load_image_datasets(data)
-        self.train = train.choose(data.train_images, data.eval_seed)
+        self.train = train.to_train_on(data)
         return self.train
 
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
@@ -246,7 +246,7 @@ def reopen(folder: Path, source: SourceConfig, held_out_images: int, accelerator
     step = restore_trained(folder, task.model, config.optim)
     require(step > 0, "encoder", folder, "a run with an intact checkpoint")
     task.model.to(accelerator.device).eval()
-    task.held_out = task.held_out.choose(held_out_images, data.cut_seed)
+    task.held_out = task.held_out.to_evaluate_on(data, held_out_images)
     return task
 
 

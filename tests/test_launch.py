@@ -187,7 +187,7 @@ def test_a_tracker_that_is_not_there_is_named():
 def test_what_is_not_there_is_refused(monkeypatch, variable, value, message):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
-    check_sharding(RunConfig())
+    check_sharding()
     monkeypatch.setenv(variable, value)
     with refused(message):
-        check_sharding(RunConfig())
+        check_sharding()

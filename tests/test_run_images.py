@@ -92,8 +92,9 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, capsys):
     data = report["protocol"]["data"]
     assert (data["path"], data["cut_seed"], data["train_images"]) == (str(image_folder), 3, None)
     assert own_images(folder / "encoder").cut_seed == 3
-    for given, path in (("null", None), ("elsewhere", "elsewhere")):
-        others = own_images(folder, f"--data.path={given}")
+    (folder / "birds.yaml").write_text("data: {path: null}")
+    for given, path in ((f"config={folder}/birds.yaml", None), ("data.path=elsewhere", "elsewhere")):
+        others = own_images(folder, f"--{given}")
         assert (others.path, others.cut_seed) == (path, 0)
     assert own_images("floor:pixels") == FewshotConfig().data
     steps = own_images(folder / "checkpoints" / "step_00000001" / "model.safetensors")

@@ -1,5 +1,7 @@
 """Patches evaluated on masks: crops that agree, scores against scikit-learn, both readings against closed forms."""
 
+from functools import partial
+
 import datasets
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch.testing import assert_close
 from evaluation import compare, segmentation
 from evaluation.config import MaskedDataConfig, SegmentationConfig
 from evaluation.frozen.features import LabelledFeatures
+from evaluation.frozen.results import evaluate_by_depth
 from evaluation.metrics.scoring import KINDS, Outcomes, score_of
 from evaluation.patches.features import (
     color_and_position,
@@ -186,14 +189,14 @@ def test_ignored_pixels_teach_nothing():
 def test_a_linear_reading_learns_linear_classes_and_its_rate_is_chosen_on_train():
     config = SegmentationConfig(steps=60, lr=(1e-5, 1e-2), seeds=(0, 1), images_a_step=4)
     features = some_features()
-    results = [result for result, _ in segmentation.evaluate_readings(features, config)]
+    results = segmentation.evaluate_readings(features, config)
     outcomes = [result.pop("outcomes") for result in results]
     assert [(result["case"], result.get("lr")) for result in results] == [("linear", 1e-2)] * 2 + [("knn", None)]
     assert score_of(outcomes[0]) != score_of(outcomes[1])
     assert min(measure(each)["pixel_accuracy"] for each in outcomes) > 0.75  # upsampled, edges of patches are blurred
     other_test = features._replace(test_labels=features.test_labels[::-1].copy())
-    (other, _), *_ = segmentation.evaluate_readings(other_test, config)
-    assert other == results[0] | {"outcomes": other["outcomes"]}  # test has no part in it
+    other, *_ = segmentation.evaluate_readings(other_test, config)
+    assert other == results[0] | {name: other[name] for name in ("head", "outcomes")}  # test has no part in it
 
 
 def test_the_rate_rises_over_4_percent_of_the_steps_and_falls_linearly(monkeypatch):
@@ -218,7 +221,7 @@ def test_a_class_without_a_training_pixel_is_never_predicted(reading):
     for masks in (features.train_labels, features.test_labels):
         masks[masks == 0] = IGNORED_CLASS
     config = SegmentationConfig(readings=reading, steps=1, lr=1e-5, seeds=0)
-    ((result, _),) = segmentation.evaluate_readings(features, config)
+    (result,) = segmentation.evaluate_readings(features, config)
     outcomes = result["outcomes"]
     assert np.flatnonzero(KINDS["pixels"].confusion(outcomes).sum(0)).tolist() == [2, 3]
     ious = KINDS["pixels"].class_table(outcomes)["IoU (%)"].to_numpy()
@@ -229,7 +232,9 @@ def test_depth_is_chosen_on_a_part_of_train():
     good, bad = some_features(), some_features(1)
     bad.train[:] = np.random.default_rng(2).normal(size=bad.train.shape)
     config = SegmentationConfig(readings="knn", depth="dev")
-    report, ((chosen, _),) = segmentation.evaluate_depths({1: good, 2: bad}, config)
+    evaluate = partial(segmentation.evaluate_readings, config=config)
+    report, _ = evaluate_by_depth(config, {1: good, 2: bad}, evaluate, "case")
+    (chosen,) = evaluate(good)
     assert report["protocol"]["chosen_depth"] == 1 and [*report["summary"]] == ["knn"]
     assert report["results"][0]["accuracy"] == score_of(chosen["outcomes"])
 

@@ -51,8 +51,7 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.files import short_digest
 from mpp.runtime.messages import note
 from mpp.runtime.weights import fingerprint
-from mpp.training.run import first_encoders
-from mpp.training.run_folder import imports_used, parts_named, saved_settings
+from mpp.training.run_folder import encoders_named, imports_used, parts_named, saved_settings
 from mpp.training.task import ImageTask
 
 MAX_NAME_BYTES = 180
@@ -233,7 +232,7 @@ def parent_runs(encoder: Encoder) -> dict[str, tuple[Path, str]]:
     config = encoder.settings
     if config is None:
         return {"encoder": split_run(str(encoder.path))}
-    named = first_encoders(config) | {TEACHER_SETTING: flatten(config).get(TEACHER_SETTING)}
+    named = encoders_named(flatten(config))
     named[TRUNK_SETTING] = (config.run.branch_from or "").rpartition("@")[0]
     return {setting: split_run(name) for setting, name in named.items() if name}
 

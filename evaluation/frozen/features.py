@@ -96,7 +96,7 @@ def load_labelled(
     if kind == "class" and all_train.labels.ndim > 1:
         raise UserError("training images have several labels each: learn them with --task several")
 
-    train = all_train.choose(data.train_images, data.eval_seed)
+    train = all_train.to_train_on(data)
     if on_dev:
         train, held_out = train.cut(DEV_FRACTION, data.eval_seed, DEV)
     check_labels_unseen(encoder, data, train, held_out)
@@ -135,7 +135,7 @@ def describe_learned(data: SourceConfig, loaded: LoadedSplits | None, task: str)
         task: kind of label, or auto.
     """
     all_train, _ = load_image_datasets(data, loaded, task, announce=False)
-    return describe_training_images(data, all_train.labelled().choose(data.train_images, data.eval_seed))
+    return describe_training_images(data, all_train.labelled().to_train_on(data))
 
 
 def describe_training_images(data: SourceConfig, train: ImageDataset) -> dict[str, Any]:

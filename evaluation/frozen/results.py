@@ -78,6 +78,7 @@ def run_probe(
     group_by: str,
     loaded: LoadedSplits | None = None,
     kinds: Sequence[str] = ("class",),
+    save: Callable[[Any, dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Run a probe and write its report.
 
@@ -88,6 +89,7 @@ def run_probe(
             without outcomes has an `accuracy` of its own.
         group_by: entry that the summary groups results by, such as `shots`.
         kinds: of labels that it can learn.
+        save: is called with the encoder's head (see `evaluate_by_depth`) and the report, as they are written.
     Returns:
         The report: results, summary, protocol.
     """
@@ -110,10 +112,10 @@ def run_probe(
         return {}
     first = next(iter(extracted.by_depth.values()))
     require_kind(first.kind, kinds)  # of saved features, or those of another probe
+    report, head = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
     baselines = {}
-    for name, by_depth in extracted.baselines.items():  # first: what `evaluate` keeps is the encoder's
-        baselines[name] = as_baseline(evaluate_by_depth(config, by_depth, evaluate, group_by))
-    report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
+    for name, by_depth in extracted.baselines.items():
+        baselines[name] = as_baseline(evaluate_by_depth(config, by_depth, evaluate, group_by)[0])
     if baselines:
         report["baselines"] = baselines
     if any(extracted.left_out.values()):
@@ -121,7 +123,10 @@ def run_probe(
     ranks = {depth: rank_of_test_features(each) for depth, each in extracted.by_depth.items()}
     report["protocol"] |= {"rank_by_depth": ranks, "input": extracted.input}
     report["class_names"] = list(first.class_names)
-    return write_probe_report(path, report, group_by)
+    report = write_probe_report(path, report, group_by)
+    if save:
+        save(head, report)
+    return report
 
 
 def commands_of_probe(
@@ -186,15 +191,16 @@ def as_baseline(report: dict[str, Any]) -> dict[str, Any]:
 
 def evaluate_by_depth(
     config: Settings, by_depth: dict[int, Any], evaluate: Callable[[Any], list[dict]], group_by: str
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Any]:
     """Evaluate features at all depths; with `depth` dev, at the depth that is best on the dev split.
 
     Args:
         by_depth: features of images or of patches; they have a `dev_split`. Depth 0: features from a file.
         evaluate, group_by: see `run_probe`.
     Returns:
-        The results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol: the
-        settings and the choice.
+        report: the results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol:
+            the settings and the choice.
+        head: the entry `head` of the first result at that depth, which the report is without; None: it has none.
     """
     protocol = nested(config)
     if protocol.get("features"):
@@ -210,13 +216,15 @@ def evaluate_by_depth(
         by_depth = {chosen: by_depth[chosen]}
     if chosen:
         protocol["chosen_depth"] = chosen
-    results, summaries = [], {}
+    results, summaries, head = [], {}, None
     for depth, features in by_depth.items():
         of_depth = add_figures(evaluate(features))
+        heads = [result.pop("head", None) for result in of_depth]
+        head = heads[0] if depth == chosen else head
         summaries[depth] = summarize_accuracies(of_depth, group_by)
         results += [result | ({"depth": depth} if depth else {}) for result in of_depth]
     report = {"results": results, "summary": summaries[chosen], "protocol": protocol}
-    return report | ({"summary_by_depth": summaries} if len(summaries) > 1 else {})
+    return report | ({"summary_by_depth": summaries} if len(summaries) > 1 else {}), head
 
 
 # --- names ---

@@ -24,7 +24,7 @@ from timm import is_model
 
 from evaluation.config import ContrastiveConfig, OneRunConfig, SupervisedConfig
 from mpp.config import HOW_READ, Config, DataConfig, SourceConfig, flatten, rebuild, settings_of
-from mpp.config.parsing import ConfigT, check_given, read
+from mpp.config.parsing import ConfigT, check_given, is_given, read, spread
 from mpp.data.columns import is_encoded, read_cell
 from mpp.data.data_path import describe_source, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
@@ -37,7 +37,7 @@ from mpp.models.descriptions import how_read, is_named
 from mpp.runtime.messages import is_first_process, note, tell, warn
 from mpp.runtime.weights import BEST, run_of
 from mpp.training.checkpoint import COMPLETE_NAME
-from mpp.training.run_folder import read_record, recorded_commit, saved_settings
+from mpp.training.run_folder import encoders_named, read_record, recorded_commit, saved_settings
 
 LoadedSplits = dict[str, Dataset]
 """Rows of a dataset's splits, by name: a large folder takes long to list. Functions that get None load them."""
@@ -171,7 +171,7 @@ def parse_and_load(
     words = sys.argv[1:] if arguments is None else arguments
     usual: Any = config_class()
     config = read(usual, words)
-    path_is_named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
+    path_is_named = is_given("data.path", words, usual)
     run, inherited = None, {}
     if not flatten(config).get("features"):
         encoder = encoder_of(config)
@@ -278,15 +278,13 @@ def image_differences(run: Path, data: SourceConfig, splits: LoadedSplits | None
         return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
     images = load_image_datasets(data, splits, AUTO, announce=False)  # the command says which images it takes
     train, held_out = (identify_images(each, with_labels=False, retries=data.read_retries) for each in images)
-    if "shards" in before["train"]:  # a folder that was cut into shards
-        return differences(before, {"train": {"names": train["files"]}})
     parts = {"train": train, "held_out": held_out}
     return differences(before, {part: {key: each[key] for key in ("split", "files")} for part, each in parts.items()})
 
 
 def is_known_by_files(record: dict[str, Any]) -> bool:
     """Whether a run read shards as a stream, whose record has the names and sizes of the files."""
-    return "shards" in record["train"] and "names" not in record["train"]
+    return "shards" in record["train"]
 
 
 def moved_source(run: Path, path: str | None) -> SourceConfig | None:
@@ -367,9 +365,9 @@ class LabelledImages:
             return set()
         with suppress(UserError):  # gone
             train = load_image_datasets(self.source, label_kind=self.kind)[0].labelled()
-            files = None if "shards" in self.record else self.record.get("files")
+            files = self.record.get("files")
             if train and files in (None, identify_images(train, with_labels=False)["files"]):
-                return set(keys_of(train.choose(self.source.train_images, self.source.eval_seed), by_bytes))
+                return set(keys_of(train.to_train_on(self.source), by_bytes))
         return set()
 
 
@@ -387,28 +385,14 @@ def lineage(encoder: str) -> list[str]:
     known = [encoder]
     for name in known:  # which grows
         run = find_run(name)
-        for setting, parent in parent_encoders(run).items() if run else ():
+        parents = encoders_named(dict(spread(saved_settings(run), {}))) if run else {}
+        for setting, parent in parents.items():
             if parent in known:
                 continue
             known.append(parent)
             if is_named(parent) and not is_model(parent):
                 note(f"{setting} of {run} is {parent}, which is missing: whether it learned from labels is unknown")
     return known
-
-
-def parent_encoders(run: Path) -> dict[str, str]:
-    """The initial weights and the teachers of a run: setting -> an encoder, or its file of weights."""
-    saved = saved_settings(run)
-    objective = saved["objective"]
-    parents = {
-        "model.init_from": saved["model"].get("init_from"),
-        "distill.teacher": saved["distill"].get("teacher"),
-    }
-    if saved.get("init") == "encoder":
-        parents["encoder"] = saved.get("checkpoint") or saved.get("encoder")
-    if objective.get("name") == "features" and objective.get("teacher") != "ema":
-        parents["objective.teacher"] = objective.get("teacher_checkpoint") or objective.get("teacher")
-    return {setting: parent for setting, parent in parents.items() if parent}
 
 
 def check_labels_unseen(

@@ -49,7 +49,7 @@ def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = Non
     train, test = (attach_masks(each, splits, data) for each in images)
     if data.path is None:
         train, test = select_outlined(train), select_outlined(test)
-    return [train.choose(data.train_images, data.eval_seed), test]
+    return [train.to_train_on(data), test]
 
 
 def require_masks(split: str, splits: LoadedSplits, data: MaskedDataConfig) -> None:

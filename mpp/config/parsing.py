@@ -77,9 +77,7 @@ def read(usual: ConfigT, words: Sequence[str], refuse_idle: bool = False) -> Con
     known = {each.key: each for each in settings_of(usual)}
     values, places, lengths = {}, {}, {}
     try:
-        for option, word in options(words, usual):
-            file = config_file(word) if option == "config" else None
-            content = dict(spread(read_yaml(file) if file else {option: value_of(word)}, known))
+        for option, word, file, content in contents(words, usual, known):
             length = content.get("run.steps", values.get("run.steps"))
             for key, value in content.items():
                 lengths[key] = length if file else None
@@ -92,6 +90,21 @@ def read(usual: ConfigT, words: Sequence[str], refuse_idle: bool = False) -> Con
     except UserError as error:
         key = str(error).removeprefix(UNKNOWN).split()[0].strip(",;")  # with which messages begin
         raise UserError(show(f"{error}{places.get(key, '')}")) from None
+
+
+def contents(
+    words: Sequence[str], usual: Any, known: Mapping[str, Setting]
+) -> Iterator[tuple[str, str, Path | None, dict[str, Any]]]:
+    """Each option with its word, the file that it names, and the settings that it gives."""
+    for option, word in options(words, usual):
+        file = config_file(word) if option == "config" else None
+        yield option, word, file, dict(spread(read_yaml(file) if file else {option: value_of(word)}, known))
+
+
+def is_given(key: str, words: Sequence[str], usual: Any) -> bool:
+    """Whether the command line or a file of it names a setting, perhaps with its usual value."""
+    known = {each.key: each for each in settings_of(usual)}
+    return any(key in content for *_, content in contents(words, usual, known))
 
 
 def shortened(values: Mapping[str, Any], lengths: Mapping[str, int | None]) -> dict[str, Any]:

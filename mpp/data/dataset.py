@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpp.config import ImagesConfig
+from mpp.config import ImagesConfig, SourceConfig
 from mpp.data.columns import cell_file_name, common_folder, file_names, find_array_dtype, read_cell, without_decoding
 from mpp.data.decoding import decode
 from mpp.errors import UserError
@@ -135,6 +135,14 @@ class ImageDataset:
             return self
         order = permutation(Stream.CUT, seed, 1, len(self))
         return self.select(np.sort(order[after : after + limit]))
+
+    def to_train_on(self, source: SourceConfig) -> "ImageDataset":
+        """Of all training images, those that `train_images` asks for."""
+        return self.choose(source.train_images, source.eval_seed)
+
+    def to_evaluate_on(self, source: SourceConfig, limit: int | None) -> "ImageDataset":
+        """Of all held-out images, `limit` that evaluations during training use, too."""
+        return self.choose(limit, source.cut_seed)
 
     def labelled(self) -> "ImageDataset | None":
         """The images that have a label; None where there are none."""

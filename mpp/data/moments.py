@@ -56,7 +56,7 @@ def sample_images(config: DataConfig) -> Iterator[Tensor]:
         images = ShardBlock(shards, 0, [row for _, row in sample])
     else:
         train, _ = load_image_datasets(config)
-        images = train.choose(config.train_images, config.eval_seed).choose(MEASURED_IMAGES, config.eval_seed)
+        images = train.to_train_on(config).choose(MEASURED_IMAGES, config.eval_seed)
     for index in range(len(images.rows)):
         with suppress(UnreadableImage):
             yield images.decode(index, config)

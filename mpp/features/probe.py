@@ -153,8 +153,9 @@ class Probe:
         """Scalars' name -> the images that are probed and, unless it is `agreement`, those whose labels vote."""
 
         def add(name: str, data: DataConfig, *images: ImageDataset) -> None:
-            choices = (data.eval_images, data.cut_seed), (config.images, data.eval_seed)
-            chosen = [each.choose(*choice) for each, choice in zip(images, choices, strict=False)]
+            evaluated, *voting = images
+            chosen = [evaluated.to_evaluate_on(data, data.eval_images)]
+            chosen += [each.choose(config.images, data.eval_seed) for each in voting]
             self.sets[name] = [loader.add(ViewDataset(each, data, img_size)) for each in chosen]
 
         train, test = train_images.labelled(), held_out.labelled()

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, gather_object
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mpp.config import RunConfig, require
+from mpp.config import require
 from mpp.errors import UserError, one_line
 from mpp.runtime.hardware import is_set
 
@@ -47,7 +47,7 @@ def check_address() -> None:
         require(not address.startswith("127."), "GLOO_SOCKET_IFNAME", "not set", allowed)
 
 
-def check_sharding(run: RunConfig) -> None:
+def check_sharding() -> None:
     """Refuse options of sharding that would be dropped without a word."""
     if not is_set(SHARDED):
         return

@@ -92,7 +92,7 @@ def start(run: RunConfig) -> Accelerator:
     """
     tqdm.monitor_interval = 0  # no thread that watches its bars: loader processes would be forked while it runs
     check_address()
-    check_sharding(run)
+    check_sharding()
     precision, reason = choose_precision(run)
     accelerator = join_processes(run, precision)
     kind = accelerator.distributed_type

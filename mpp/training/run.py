@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import release_memory
 
-from mpp.config import TrainingConfig, changed_settings
+from mpp.config import TrainingConfig, changed_settings, flatten
 from mpp.config.imports import import_words
 from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout
@@ -38,6 +38,7 @@ from mpp.training.run_folder import (
     REPORT_PAGE,
     Saved,
     begin_branch,
+    encoders_named,
     is_finished,
     is_run_folder,
     origin_of,
@@ -185,13 +186,9 @@ def fingerprint_first_weights(config: TrainingConfig) -> dict[str, Any]:
 
 
 def first_encoders(config: TrainingConfig) -> dict[str, str]:
-    """The encoders, or their weights, that a run begins from and is taught by: setting -> its value."""
-    model, objective = config.model, config.objective
-    given = {
-        "model.init_from": model and model.init_from,
-        "objective.teacher": objective and (objective.teacher_checkpoint or objective.frozen_teacher),
-    }
-    return {key: value for key, value in given.items() if value}
+    """Those of `encoders_named` that no other setting has the digest of."""
+    named = encoders_named(flatten(config))
+    return {setting: named[setting] for setting in ("model.init_from", "objective.teacher") if setting in named}
 
 
 def note_other_reading(config: TrainingConfig) -> None:

@@ -26,6 +26,7 @@ comparison of all settings but these.
 import json
 import shutil
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,23 @@ def saved_settings(folder: Path) -> Saved:
     with suppress(OSError, UserError):  # missing or damaged
         return Saved(dict, read_yaml(folder / CONFIG_FILE))
     return Saved(dict)
+
+
+def encoders_named(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The encoders, or their weights, that a run begins from and is taught by: setting -> its value.
+
+    Args:
+        settings: of any training command, by their dotted names.
+    """
+    teacher = settings.get("objective.teacher")
+    is_frozen = settings.get("objective.name") == "features" and teacher != "ema"
+    named = {
+        "model.init_from": settings.get("model.init_from"),
+        "objective.teacher": is_frozen and (settings.get("objective.teacher_checkpoint") or teacher),
+        "distill.teacher": settings.get("distill.teacher"),
+        "encoder": settings.get("init") == "encoder" and (settings.get("checkpoint") or settings.get("encoder")),
+    }
+    return {setting: encoder for setting, encoder in named.items() if encoder}
 
 
 def read_record(folder: Path) -> Saved:

@@ -1,6 +1,6 @@
 """`ImageTask`: images, batches, evaluation and export, which all training tasks have in common."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +193,3 @@ class ImageTask:
             facts,
             model_card(folder, encoder, facts),
         )
-
-
-def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of a batch on the device; the host does not wait for pinned ones."""
-    return [tensor.to(device, non_blocking=True) for tensor in tensors]

@@ -94,7 +94,6 @@ class Watch:
             "warnings": [
                 {"check": name, "step": since.get(name, step), "message": message} for name, message in warnings.items()
             ],
-            "off": list(warnings),
         }
         write_complete(folder / VERDICT, json.dumps(saved, indent=1))
 
@@ -115,7 +114,7 @@ def print_warnings(warnings: dict[str, str]) -> None:
 
 
 def read_verdict(folder: Path) -> dict[str, Any]:
-    """A run's latest verdict: `model`, `images`, `step`, `line`, `warnings`, `off`; {} if there is none."""
+    """A run's latest verdict: `model`, `images`, `step`, `line`, `warnings`; {} if there is none."""
     try:
         return json.loads((folder / VERDICT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
