@@ -4,7 +4,7 @@ cli.py, registry.py, config/: the command `mpp`; all evaluations by name; settin
 metrics/: outcomes of test images to figures with intervals, by kind of label.
 frozen/, patches/: frozen encoders, a run's images, known labels; segmentation.
 supervision/: networks with a head, distillation, kinds of labels as a head learns them; classifiers that exist.
-comparison/: entries, cases, digests, trainings, trunks and branches, reports, tables and plots; trials of sweeps.
+comparison/: entries, cases, digests, rows of reports, differences, tables and plots.
 pictures.py, figures/, pages/: numbers of pictures; style, charts and images; HTML pages of reports and comparisons.
 tables.py, predictions.py: tables in parts (`mpp embed`, `mpp predict`); rows, masks and figures of predictions.
 

@@ -27,15 +27,11 @@ from evaluation.comparison.cases import (
     TRUNK_SETTING,
     Case,
     Encoder,
-    case_digest,
     cases_of,
-    digest_of,
-    digests_of_images,
     evaluation_settings,
-    label_task,
-    provenance,
     read_entries,
 )
+from evaluation.comparison.digests import case_digest, digest_of, digests_of_images, label_task, provenance
 from evaluation.comparison.rows import (
     Row,
     divergence_of,

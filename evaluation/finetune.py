@@ -19,7 +19,7 @@ from accelerate import PartialState
 from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.figures.charts import markdown_table
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import FINETUNING_REPORT, LoadedSplits, command_of
+from evaluation.frozen.run_images import FINETUNING_REPORT, LoadedSplits, command_of, run_of_rate
 from evaluation.metrics.scoring import best_choice, describe_labels, kind_of_report, load_outcomes, score_of
 from evaluation.supervised import LEFT_OUT_NAME, Classification, finish, result_of_run
 from mpp.config import flatten, nested, rebuild, require
@@ -48,7 +48,7 @@ def train_once(config: FinetuneConfig, lr: float, on_dev: bool, loaded: LoadedSp
         "test": True,
         "on_dev": on_dev,
         "encoder_sha256": fingerprint(Path(config.weights)) if config.weights else "",
-        "run.dir": str(Path(config.run.dir) / f"{'dev_' if on_dev else ''}lr_{lr:g}"),
+        "run.dir": str(Path(config.run.dir) / f"{'dev_' if on_dev else ''}{run_of_rate(lr)}"),
         "run.steps": steps,
         "run.eval_every": steps,
         "optim.lr": lr,
@@ -110,7 +110,7 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     print_details(path, report)
     print(f"wrote {path}")
     if config.test:
-        tested = folder / f"lr_{best:g}"
+        tested = folder / run_of_rate(best)
         print(f"learning rate {best:g} was tested: {tested}")
         finish(tested, folder, config.run.report)
     return report

@@ -258,16 +258,16 @@ class CropProbe:
 
     def fit(self, train: ImageDataset, candidates: Sequence[Candidate]) -> list[nn.Sequential]:
         """The heads of some candidates, in eval mode, trained at once on the same crops of the images."""
-        config, device = self.config, self.accelerator.device
+        config, target = self.config, self.accelerator.device
         data = rebuild(CROPS, flatten(config.data) | {"eval_crop": 1.0})  # a random crop does not read it
         views = ViewDataset(train, data, self.encoder.img_size, config.frozen.seed)
-        views = in_memory(views, self.steps * self.batch_size, device)
+        views = in_memory(views, self.steps * self.batch_size, target)
         layout = BatchLayout.of(self.batch_size, data.batch_size or DEFAULT_BATCH_SIZE, world_size=1, rank=0)
         batches = RecordedBatches(training_loader(views, layout, 0, self.steps), train.split, config.probe.strict)
 
         def encode(batch: Batch) -> list[Tensor]:
             with torch.no_grad(), self.accelerator.autocast():
-                return [*self.encode(batch.images.to(device, non_blocking=True)), batch.labels.to(device)]
+                return [*self.encode(batch.images.to(target, non_blocking=True)), batch.labels.to(target)]
 
         passes = layout.accumulation_steps
         bar = progress_bar(batches, total=self.steps * passes, desc=config.protocol, unit="pass")

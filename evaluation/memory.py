@@ -24,6 +24,7 @@ from mpp.data.loader import BatchLayout
 from mpp.models.encoder import with_architecture
 from mpp.models.networks import build_model
 from mpp.models.plain import cell_grid
+from mpp.models.teachers import with_targets
 from mpp.objectives import Objective
 from mpp.runtime.start import run_main
 from mpp.training.optim import build_optimizer
@@ -113,9 +114,8 @@ def compute_loss(
     """Loss of a forward pass, whose predictions are freed before the backward pass as in training."""
     with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
         outputs = model(pixels, corruption)
-    if isinstance(outputs, tuple):  # a model with a teacher computes the targets too
-        return objective.loss(outputs[0].float(), outputs[1])
-    return objective.loss(outputs.float(), objective.targets(pixels, corruption.positions))
+    predicted = with_targets(outputs, objective, pixels, corruption)
+    return objective.loss(predicted.predictions.float(), predicted.targets)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

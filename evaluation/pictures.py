@@ -338,7 +338,7 @@ def draw_pca(subject: Subject) -> Drawing:
     depths = np.linspace(1, last_depth, min(MAX_DEPTHS_OF_PCA, last_depth)).round().astype(int)
     pixels, features = subject.examples(lambda images: patch_features(subject.encoder, images, depths.tolist()))
     coordinates, shares = components_by_depth(features)
-    colors = colors_of(coordinates)
+    colors = as_colors(coordinates)
     titles = [f"depth {depth}: {share:.0%}" for depth, share in zip(depths, shares.sum(1), strict=True)]
     title = "patch features: three principal components as red, green, blue (%: their share of the variance)"
     figure = grid_of_images(side_by_side(pixels, *colors), 1 + len(depths), title, ["original", *titles])
@@ -369,7 +369,7 @@ def components_by_depth(features: Sequence[Tensor]) -> tuple[NDArray[np.float32]
     return np.float32(coordinates), np.float32(shares)
 
 
-def colors_of(coordinates: NDArray[np.float32]) -> NDArray[np.float32]:
+def as_colors(coordinates: NDArray[np.float32]) -> NDArray[np.float32]:
     """Coordinates (depths, B, h, w, 3) as red, green and blue in [0, 1], by their percentiles at each depth."""
     low, high = np.percentile(coordinates, PERCENTILES, axis=(1, 2, 3), keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):  # of a component without variance

@@ -21,18 +21,9 @@ from evaluation.config import EncoderConfig, ExportConfig, MaskedDataConfig, Pre
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import describe_precision
 from evaluation.frozen.kept_heads import DESCRIPTION_FILE, KeptHead, load_head, rebuild_linear
+from evaluation.frozen.known_labels import LabelledImages, find_labelled_images, is_same_place, lineage
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import (
-    LabelledImages,
-    LoadedSplits,
-    command_of,
-    find_labelled_images,
-    find_tested_run,
-    is_same_place,
-    lineage,
-    parse_and_load,
-    tested_encoder,
-)
+from evaluation.frozen.run_images import LoadedSplits, command_of, find_tested_run, parse_and_load, tested_encoder
 from evaluation.metrics.scoring import result_entries, without_nan
 from evaluation.patches.features import LinearReading, patch_features, upsample
 from evaluation.predictions import ImagePredictions, MaskPredictions, Predictions

@@ -275,7 +275,7 @@ def predict_mask(logits: Tensor, size: tuple[int, int]) -> tuple[NDArray[np.int6
     return classes.numpy(), float((best - logsumexp).exp().double().mean())
 
 
-def colors_of(numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
+def class_colors(numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
     """PASCAL VOC's colours of class numbers, (..., 3): the bits of a number, spread over red, green and blue."""
     rest = numbers[..., None] % PALETTE_COLORS >> np.arange(3)
     return sum((rest >> 3 * bit & 1) << 7 - bit for bit in range(8)).astype(np.uint8)
@@ -290,13 +290,13 @@ def draw_mask(numbers: NDArray[np.int64], largest: int) -> Image.Image:
     if largest >= PALETTE_COLORS:
         return Image.fromarray(numbers.astype(np.uint16))
     mask = Image.fromarray(numbers.astype(np.uint8))
-    mask.putpalette(colors_of(np.arange(PALETTE_COLORS)).tobytes())  # the image becomes indexed
+    mask.putpalette(class_colors(np.arange(PALETTE_COLORS)).tobytes())  # the image becomes indexed
     return mask
 
 
 def draw_overlay(pixels: Tensor, numbers: NDArray[np.int64]) -> Image.Image:
     """An image (3, H, W) with its mask (H, W) over it; class 0, which is black, is not drawn."""
     image = functional.to_pil_image(pixels)
-    drawn = Image.blend(image, Image.fromarray(colors_of(numbers)), OVERLAY_OPACITY)
+    drawn = Image.blend(image, Image.fromarray(class_colors(numbers)), OVERLAY_OPACITY)
     drawn.paste(image, mask=Image.fromarray(numbers == 0))
     return drawn

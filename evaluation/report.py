@@ -44,13 +44,13 @@ from mpp.config.imports import COPIES, OPTION, files_in, name_of_import, require
 from mpp.config.parsing import as_command_line, parse_saved
 from mpp.errors import UserError
 from mpp.features.drift import MOVEMENT
+from mpp.features.probe import GENERAL_KNN, PIXEL_COLOURS
 from mpp.runtime.messages import counted, shortened
 from mpp.runtime.start import run_main
-from mpp.runtime.weights import BEST, ENCODER, fingerprint, has_encoder
+from mpp.runtime.weights import BEST, CONFIG, ENCODER, fingerprint, has_encoder
 from mpp.training.checkpoint import kept_steps
 from mpp.training.history import (
     EVALUATED,
-    GENERAL_KNN,
     History,
     after_training_began,
     best_depth,
@@ -218,7 +218,7 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
     group, lines = probe_lines(history)
     if not after_training_began(lines) or lines[0]["step"] > 0:
         return []
-    baseline = max(best_depth(lines[0], group)[1], lines[0].get(f"{group}/floor_pixels", 0))
+    baseline = max(best_depth(lines[0], group)[1], lines[0].get(f"{group}/{PIXEL_COLOURS}", 0))
     if baseline + MIN_GAIN_OVER_BASELINES >= 1:
         return [
             f"the probe is saturated: the start or pixel colours already reach {baseline:.1%}, so it cannot tell "
@@ -263,8 +263,8 @@ def feature_blocks(history: History, start: str) -> list[Block]:
         for place in evenly_spaced(len(probed), MAX_STEPS_OF_A_PROBE):
             step = int(probed[place]["step"])
             by_depth[f"after {counted(step, 'step')}" if step else start] = values_by_depth(probed[place], group)
-        if probed and f"{group}/floor_pixels" in probed[0]:
-            floor = probed[0][f"{group}/floor_pixels"]
+        if probed and f"{group}/{PIXEL_COLOURS}" in probed[0]:
+            floor = probed[0][f"{group}/{PIXEL_COLOURS}"]
             by_depth["pixel colours"] = dict.fromkeys(values_by_depth(probed[0], group), floor)
         blocks += chart(label, by_depth, "depth (blocks)")
     return blocks or [Text("kNN, agreement, rank: not probed (probe.every)")]
@@ -327,7 +327,7 @@ def rows_of_evaluation(file: Path, report: dict[str, Any]) -> list[list[str]]:
 
 def picture_blocks(config: ReportConfig, folder: Path) -> list[Block]:
     """The pictures of `mpp visualize`: those in the run folder that are newer than the encoder, the others drawn."""
-    encoder = folder / ENCODER / "config.json"
+    encoder = folder / ENCODER / CONFIG
     if not encoder.is_file():
         return [Text("Pictures: there is no encoder yet; it is written when the run ends")]
     settings = rebuild(VisualizeConfig(), flatten(config) | {"encoder": str(folder), "out": None})

@@ -18,8 +18,9 @@ from evaluation.config import SegmentationConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid, resolve_depths
 from evaluation.frozen.features import LabelledFeatures, describe_input, describe_training_images, views_for
 from evaluation.frozen.kept_heads import save_head
+from evaluation.frozen.known_labels import check_labels_unseen
 from evaluation.frozen.results import as_baseline, evaluate_by_depth, report_path_of_command, write_probe_report
-from evaluation.frozen.run_images import LoadedSplits, check_labels_unseen, command_of
+from evaluation.frozen.run_images import LoadedSplits, command_of
 from evaluation.metrics.scoring import Outcomes, best_choice, score_of
 from evaluation.patches.features import (
     Encode,
@@ -65,7 +66,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
             report["left_out"] = extracted.left_out
         extracted.by_depth.clear()  # before those of a baseline are in memory, too
         report["baselines"] = {}
-        for name, (encode, depths_there) in open_baselines(encoder, depths, config).items():
+        for name, (depths_there, encode) in open_baselines(encoder, depths, config).items():
             by_depth = extract_patches(encode, depths_there, views, config, accelerator).by_depth
             report["baselines"][name] = as_baseline(evaluate_by_depth(config, by_depth, evaluate, "case")[0])
 
@@ -89,15 +90,15 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
 
 def open_baselines(
     encoder: FrozenEncoder, depths: list[int], config: SegmentationConfig
-) -> dict[str, tuple[Encode, list[int]]]:
-    """The baselines of an encoder, and their depths."""
-    baselines: dict[str, tuple[Encode, list[int]]] = {}
+) -> dict[str, tuple[list[int], Encode]]:
+    """The baselines of an encoder by name: depths, and images to features at these."""
+    baselines: dict[str, tuple[list[int], Encode]] = {}
     if config.baselines and not config.frozen.random:
         random = open_frozen_encoder(replace(config.frozen, random=True), config.data).to(device())
-        baselines["random weights"] = partial(patch_features, random, depths=depths), depths
+        baselines["random weights"] = depths, partial(patch_features, random, depths=depths)
     if config.baselines:
         grid = patch_grid(encoder.model)
-        baselines["colour and position"] = lambda images: [color_and_position(images, grid)], [1]
+        baselines["colour and position"] = [1], lambda images: [color_and_position(images, grid)]
     return baselines
 
 

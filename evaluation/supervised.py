@@ -27,8 +27,9 @@ from torchvision.transforms import v2
 from evaluation.config import OneRunConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import LabelledSplits, load_labelled
+from evaluation.frozen.known_labels import check_labels_unseen
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import SUPERVISED_REPORT, LoadedSplits, check_labels_unseen
+from evaluation.frozen.run_images import SUPERVISED_REPORT, LoadedSplits
 from evaluation.metrics.scoring import (
     Outcomes,
     add_figures,
@@ -38,7 +39,7 @@ from evaluation.metrics.scoring import (
     save_outcomes,
     score_of,
 )
-from evaluation.supervision.classifiers import TEACHER_SETTING, load_teacher, with_teacher_digest
+from evaluation.supervision.classifiers import DISTILL_TEACHER, load_teacher, with_teacher_digest
 from evaluation.supervision.learners import (
     HeadedEncoder,
     add_head,
@@ -122,7 +123,7 @@ class Classification(ImageTask):
             layout.require_several(" with augment.mixup or cutmix, or for a model with batch norms")
         self.teacher = None
         if teacher is not None:
-            check_labels_unseen(teacher, data, None, held_out, TEACHER_SETTING)  # all, not only `eval_images`
+            check_labels_unseen(teacher, data, None, held_out, DISTILL_TEACHER)  # all, not only `eval_images`
             frozen = load_teacher(teacher, self.classes, data.channels, self.train.class_names)
             self.teacher = frozen.to(accelerator.device)
         self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))

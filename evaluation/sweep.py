@@ -24,9 +24,9 @@ from evaluation.comparison.cases import (
     entries_of,
     refuse_options,
     settings_of_seed,
-    training_digest,
     training_settings,
 )
+from evaluation.comparison.digests import training_digest
 from evaluation.comparison.rows import Row, frame_of, in_columns
 from evaluation.config import SweepConfig
 from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEntry, Options, Question

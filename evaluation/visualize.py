@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.config import VisualizeConfig
-from evaluation.figures.charts import DPI, figure_style
+from evaluation.figures.charts import figure_style, save_figure
 from evaluation.frozen.encoder import open_frozen_encoder
 from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import LoadedSplits, load_images_of, parse_and_load
@@ -27,7 +27,6 @@ from mpp.config import require
 from mpp.config.imports import COPIES, changed_imports, imported, require_imports
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
-from mpp.runtime.files import complete
 from mpp.runtime.messages import warn
 from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import run_of
@@ -63,8 +62,8 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
                 print(f"no {name}: {error}")
                 missing[name] = str(error)
                 continue
-            with figure_style(), complete(folder / f"{name}.png") as partial:
-                figure.savefig(partial, format="png", dpi=DPI)
+            with figure_style():
+                save_figure(figure, folder / f"{name}.png")
             np.savez_compressed(folder / f"{name}.npz", **numbers)
             drawn.append(f"{name}.png")
     if drawn:

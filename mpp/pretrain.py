@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
-from mpp.config import Config, ProbeConfig, SourceConfig, require
+from mpp.config import Config, RunProbeConfig, SourceConfig, require
 from mpp.config.parsing import as_command_line, check_given, parse, parse_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.dataset import ImageDataset
@@ -38,7 +38,7 @@ from mpp.models.adaptation import describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
 from mpp.models.networks import build_model
 from mpp.models.plain import cell_grid, has_class
-from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
+from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average, with_targets
 from mpp.runtime.files import short_digest
 from mpp.runtime.processes import on_main_process
 from mpp.runtime.randomness import FIXED_VIEW
@@ -72,7 +72,6 @@ class Pretraining(ImageTask):
         self.patch_count = math.prod(self.grid)
         self.corrupted_count = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
         self.licence = licence_of(config.model.init_from)
-        self.predicts_features = config.objective.name == "features"
         self.builds_on_labels = any(map(learned_labels, first_encoders(config).values()))
         train_images = self.load_images(config)
         evaluated = self.held_out.to_evaluate_on(config.data, config.data.eval_images)
@@ -122,8 +121,8 @@ class Pretraining(ImageTask):
         if not measure:
             return loss, {}
         predictions = predicted.predictions.detach()
-        if self.predicts_features:
-            features = predicted.collapse_features
+        features = predicted.collapse_features
+        if features is not None:
             return loss, measure_features(predictions, features, corruption.positions, self.patch_count)
         image_numbers = None if model.training else batch.indices  # of held-out images
         count = len(self.held_out_views.dataset)
@@ -137,11 +136,7 @@ class Pretraining(ImageTask):
         """
         images = batch.images.to(self.accelerator.device, non_blocking=True)
         corruption = batch.corruption.to(self.accelerator.device)
-        if self.predicts_features:
-            predicted = model(images, corruption)  # the targets, which its teacher computes, are included
-        else:
-            predictions = model(images, corruption)
-            predicted = PredictedBatch(predictions, self.objective.targets(images, corruption.positions))
+        predicted = with_targets(model(images, corruption), self.objective, images, corruption)
         shape, expected = predicted.predictions.shape, (*corruption.positions.shape, self.objective.outputs)
         require(shape == expected, "the shape of the network's predictions", shape, expected)
         return predicted, images, corruption
@@ -241,7 +236,7 @@ def reopen(folder: Path, source: SourceConfig, held_out_images: int, accelerator
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
     data = dataclasses.replace(config.data, **images, eval_crop=source.eval_crop or config.data.eval_crop)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
-    config = dataclasses.replace(config, data=data, model=model, probe=ProbeConfig(every=0))
+    config = dataclasses.replace(config, data=data, model=model, probe=RunProbeConfig(every=0))
     task = Pretraining(config, accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0))
     step = restore_trained(folder, task.model, config.optim)
     require(step > 0, "encoder", folder, "a run with an intact checkpoint")

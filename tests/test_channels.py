@@ -21,7 +21,7 @@ import mpp
 from evaluation import contrastive, finetune, knn, supervised, visualize
 from evaluation.config import EVERY, ContrastiveConfig, SupervisedConfig
 from evaluation.frozen.encoder import load_frozen_encoder
-from evaluation.frozen.run_images import find_labelled_images
+from evaluation.frozen.known_labels import find_labelled_images
 from mpp.config import CorruptionConfig, DataConfig, ModelConfig, ObjectiveConfig
 from mpp.config.parsing import parse, read_yaml
 from mpp.corruption import draw, stack

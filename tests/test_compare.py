@@ -10,7 +10,7 @@ from comparisons import FAST, SmallComparison, noted, write_cats_and_dogs
 from conftest import interrupted_after, put_picture, read_metrics, refused
 
 from evaluation import compare, fewshot, finetune, knn
-from evaluation.comparison.cases import case_digest
+from evaluation.comparison.digests import case_digest
 from evaluation.comparison.rows import was_never_trained
 from evaluation.frozen.run_images import record_source
 from evaluation.registry import Evaluation

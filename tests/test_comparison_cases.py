@@ -10,15 +10,8 @@ from conftest import refused
 from safetensors.torch import save_file
 
 from evaluation.compare import settings_to_train, step_flops
-from evaluation.comparison.cases import (
-    TRAININGS,
-    case_digest,
-    cases_of,
-    evaluation_settings,
-    read_entries,
-    relevant_settings,
-    training_digest,
-)
+from evaluation.comparison.cases import TRAININGS, cases_of, evaluation_settings, read_entries
+from evaluation.comparison.digests import case_digest, relevant_settings, training_digest
 from evaluation.comparison.rows import report_path_of_case, training_cost
 from evaluation.config import (
     CompareConfig,

@@ -25,7 +25,8 @@ from timm.models.deit import VisionTransformerDistilled
 from torch import nn
 
 from evaluation import finetune, supervised
-from evaluation.comparison.cases import EncoderEntry, encoders_of, relevant_settings
+from evaluation.comparison.cases import EncoderEntry, encoders_of
+from evaluation.comparison.digests import relevant_settings
 from evaluation.config import DistillConfig, SupervisedConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.supervised import Classification

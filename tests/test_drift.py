@@ -12,7 +12,7 @@ from server import Command, finish
 from sklearn.neighbors import NearestNeighbors
 from torchvision.transforms.v2.functional import resize
 
-from mpp.config import Config, DataConfig, ProbeConfig
+from mpp.config import Config, DataConfig, RunProbeConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.features.drift import START_FILE, keep_start, measure_drift
 from mpp.features.neighbours import find_other_neighbours
@@ -114,7 +114,7 @@ def test_a_start_that_cannot_be_read_ends_nothing(tmp_path):
 
 
 def load(path):
-    return load_general_images(general_source(ProbeConfig(path=str(path)), DataConfig()))
+    return load_general_images(general_source(RunProbeConfig(path=str(path)), DataConfig()))
 
 
 @pytest.mark.parametrize("splits, counts", [({"train": 10, "test": 6}, [10, 6]), ({"test": 12}, [6, 6])])

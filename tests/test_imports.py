@@ -14,7 +14,8 @@ from timm.models import _registry as timm_registry
 
 import mpp
 from evaluation import cli, compare, registry, report, visualize
-from evaluation.comparison.cases import EncoderEntry, case_digest, cases_of, read_entries, training_settings
+from evaluation.comparison.cases import EncoderEntry, cases_of, read_entries, training_settings
+from evaluation.comparison.digests import case_digest
 from evaluation.config import CompareConfig
 from evaluation.frozen.features import LabelledFeatures
 from evaluation.frozen.results import write_json

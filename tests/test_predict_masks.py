@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from evaluation import segmentation, tables
 from evaluation.config import MaskedDataConfig
 from evaluation.patches.masks import decode_mask
-from evaluation.predictions import MaskPredictions, colors_of, draw_mask, draw_overlay
+from evaluation.predictions import MaskPredictions, class_colors, draw_mask, draw_overlay
 
 PROBE = ("--steps=20", "--lr=0.01", "--seeds=0", "--readings=linear", "--baselines=false")
 SIZES = {"wide, ü.png": (50, 90), "sub/square.jpg": (64, 64), "sub/square.png": (40, 40), "tall.png": (130, 36)}
@@ -205,7 +205,7 @@ def test_images_in_a_container_have_masks_by_their_number(head, tmp_path):
 def test_colours_are_pascal_vocs_and_more_than_a_palette_has_are_grey_of_sixteen_bits(tmp_path):
     expected = {0: (0, 0, 0), 1: (128, 0, 0), 2: (0, 128, 0), 15: (192, 128, 128), 20: (0, 64, 128)}
     expected[255] = (224, 224, 192)
-    assert {number: tuple(colors_of(np.array(number)).tolist()) for number in expected} == expected
+    assert {number: tuple(class_colors(np.array(number)).tolist()) for number in expected} == expected
     numbers = np.array([[0, 255], [256, 32767]])
     draw_mask(numbers, 32767).save(tmp_path / "m.png")
     read = decode_mask({"bytes": None, "path": str(tmp_path / "m.png")}, MaskedDataConfig(ignore_index=None))

@@ -8,7 +8,7 @@ from conftest import CUT, dataset_of, encoded, picture, refused, tiny_without, w
 from test_run_images import ONE_SHOT
 
 from evaluation import fewshot, supervised
-from evaluation.frozen.run_images import check_labels_unseen
+from evaluation.frozen.known_labels import check_labels_unseen
 from mpp.config import SourceConfig
 from mpp.data.sources import load_image_datasets
 

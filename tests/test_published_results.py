@@ -10,8 +10,9 @@ from comparisons import cases_in
 from conftest import ROOT, read_json
 from published_tables import RESULTS, write_tables
 
-from evaluation.comparison.cases import case_digest, cases_of, evaluation_settings, read_entries
+from evaluation.comparison.cases import cases_of, evaluation_settings, read_entries
 from evaluation.comparison.differences import differences_from_best
+from evaluation.comparison.digests import case_digest
 from evaluation.comparison.rows import frame_of, read_published, rows_asked
 from evaluation.config import (
     CompareConfig,

@@ -33,7 +33,7 @@ from evaluation.patches.masks import (
     OUTLINES_FILE,
     MaskedViews,
     decode_mask,
-    draw_mask,
+    draw_polygons,
     load_masked_images,
 )
 from mpp.data.columns import without_decoding
@@ -282,7 +282,7 @@ def test_the_birds_outlines_are_of_their_images_and_follow_the_settings(settings
         assert images.rows["image"] == rows["image"] and len(images) == count
         for name, cell_of_mask in zip(rows["id"], images.rows["mask"], strict=True):
             mask = decode_mask(cell_of_mask, data)
-            assert np.array_equal(mask, draw_mask(outlines[split][name]))
+            assert np.array_equal(mask, draw_polygons(outlines[split][name]))
             shares.append(mask.float().mean().item())
     assert settings or np.mean(shares) == pytest.approx(0.196, abs=0.001)
 

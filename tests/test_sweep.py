@@ -17,7 +17,7 @@ from test_comparison_tables import ROW
 
 from evaluation import compare, fewshot, knn, linear, sweep
 from evaluation.compare import settings_to_train, step_flops
-from evaluation.comparison.cases import case_digest
+from evaluation.comparison.digests import case_digest
 from evaluation.comparison.rows import frame_of
 from evaluation.comparison.tables import DIFFERENCES, write_comparison
 from evaluation.config import SweepConfig

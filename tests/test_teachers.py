@@ -13,7 +13,7 @@ from model_inputs import HALVES, MASKED, draw_batch, random_images, scaled, smal
 from safetensors.torch import load_file, save_file
 from server import begin, finish
 
-from evaluation.frozen.run_images import lineage
+from evaluation.frozen.known_labels import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, ObjectiveConfig
 from mpp.config.parsing import parse
 from mpp.errors import UserError

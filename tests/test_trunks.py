@@ -10,10 +10,11 @@ from comparisons import FAST, TINY_TRAINING, SmallComparison, cases_in, without_
 from conftest import ROOT, killed_at, refused, weights_of
 
 from evaluation import compare
-from evaluation.comparison.cases import TRUNK_SETTING, encoders_of, read_entries, training_digest
+from evaluation.comparison.cases import TRUNK_SETTING, encoders_of, read_entries
+from evaluation.comparison.digests import training_digest
 from evaluation.comparison.rows import cost_with_ancestors, was_never_trained
 from evaluation.config import CompareConfig
-from evaluation.frozen.run_images import lineage
+from evaluation.frozen.known_labels import lineage
 from mpp.config.parsing import parse
 from mpp.errors import Diverged
 from mpp.training.checkpoint import kept_steps

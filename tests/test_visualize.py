@@ -20,9 +20,9 @@ from evaluation.config import EVERY
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.patches.features import patch_features
 from evaluation.pictures import (
+    as_colors,
     attention_distance,
     attention_rollout,
-    colors_of,
     components_by_depth,
     filter_components,
     mean_distance,
@@ -145,7 +145,7 @@ def test_features_along_one_direction_have_one_color():
     """Brighter and brighter: red follows it; green and blue have nothing to show."""
     strength = torch.rand(2, 4, 4, generator=seeded())
     coordinates, _ = components_by_depth([strength[..., None] * torch.tensor([3.0, 0, 4.0, 0, 0]) + 7])
-    red, green, blue = colors_of(coordinates).reshape(-1, 3)[strength.flatten().argsort()].T
+    red, green, blue = as_colors(coordinates).reshape(-1, 3)[strength.flatten().argsort()].T
     assert (np.diff(red) >= 0).all() and (red[0], red[-1]) == (0, 1)
     assert {*green, *blue} == {0.5}
 

@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import wishart
 
-from evaluation.comparison.rows import SCORES, in_columns, kind_of_scores
+from evaluation.comparison.rows import SCORED_KINDS, in_columns, kind_of_scores
 from evaluation.metrics.intervals import Z
 from evaluation.metrics.scoring import LabelKind, best_choice
 
@@ -57,7 +57,7 @@ def differences_from_best(frame: pd.DataFrame) -> list[Difference]:
         frame: rows of a question.
     """
     scored = in_columns(frame)
-    scored = scored[scored.kind.isin(SCORES) & ~scored.dataset.str.startswith("mean ")]
+    scored = scored[scored.kind.isin(SCORED_KINDS) & ~scored.dataset.str.startswith("mean ")]
     columns = [(name, rows) for name, rows in scored.groupby("column", sort=False) if rows.encoder.nunique() > 1]
     return [each for name, rows in columns for each in differences_in(name, rows, ERROR / len(columns))]
 

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from evaluation.comparison.cases import TRUNK_SETTING, Case, Encoder, case_digest, provenance, training_digest
+from evaluation.comparison.cases import TRUNK_SETTING, Case, Encoder
+from evaluation.comparison.digests import case_digest, provenance, training_digest
 from evaluation.config.comparing import Question
-from evaluation.frozen.run_images import find_run, lineage
+from evaluation.frozen.known_labels import lineage
+from evaluation.frozen.run_images import find_run
 from evaluation.metrics.scoring import (
     ONE_CLASS,
     LabelKind,
@@ -49,7 +51,7 @@ COLUMNS += [*OF_RESULTS, "images", "baselines", "tested", "scores", "rank", *(f"
 figures: the others; baselines: scores that look at no image; tested: digest of the test images and their labels;
 scores: (M,) of these images, which are in SCORES_FILE and not in results.json."""
 SCORES_FILE = "scores.npz"
-SCORES = ("test", "validation")
+SCORED_KINDS = ("test", "validation")
 """Kinds of rows whose scores a table has."""
 MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
 """Cases of masked patches that no encoder made."""
@@ -75,7 +77,7 @@ def in_columns(frame: pd.DataFrame) -> pd.DataFrame:
     It names the dataset where an evaluation has several. Baselines of masked patches are in none: no encoder made them.
     A training that diverged is in each column of its evaluation.
     """
-    scores = frame[frame.kind.isin(SCORES) & ~frame.case.isin(MASKED_BASELINES)]
+    scores = frame[frame.kind.isin(SCORED_KINDS) & ~frame.case.isin(MASKED_BASELINES)]
     diverged = frame[frame.kind == "diverged"].drop(columns="case")
     diverged = diverged.merge(scores[["evaluation", "case"]].drop_duplicates(), "left").fillna({"case": ""})
     parts = [part for part in (scores, means_of_groups(scores), diverged) if len(part)]

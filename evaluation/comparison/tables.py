@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from evaluation.comparison.differences import difference_table, differences_from_best
 from evaluation.comparison.rows import (
     MASKED_BASELINES,
-    SCORES,
+    SCORED_KINDS,
     Row,
     frame_of,
     in_columns,
@@ -112,7 +112,7 @@ def cells_by_encoder(frame: pd.DataFrame, x: str = "") -> Cells:
 
 def cell_of(rows: pd.DataFrame, x: str) -> Cell:
     """The numbers of an encoder's results in a column."""
-    scored = rows[rows.kind.isin(SCORES)]
+    scored = rows[rows.kind.isin(SCORED_KINDS)]
     cell = mean_and_spread(scored) if len(scored) else {}
     diverged = rows[rows.kind == "diverged"].encoder_seed.nunique()
     if diverged:
@@ -197,7 +197,7 @@ def text_of(cell: Cell, column: str = "") -> str:
 
 def remarks_on(frame: pd.DataFrame, question: Question) -> list[str]:
     """Sentences below a table: what ± is over, what is reached without an encoder, what the plot leaves out."""
-    tested = frame[frame.kind.isin(SCORES)]
+    tested = frame[frame.kind.isin(SCORED_KINDS)]
     sentences = []
     by_cell = tested.groupby(["encoder", "evaluation", "dataset", "case"])
     if (by_cell[["encoder_seed", "seed"]].nunique() > 1).any(axis=None):
@@ -226,7 +226,7 @@ def remarks_on(frame: pd.DataFrame, question: Question) -> list[str]:
 
 def plot_question(question: Question, frame: pd.DataFrame) -> Figure | None:
     """The plot of a question, by the rows that it is about; None: there is nothing to draw yet."""
-    scores = frame[frame.kind.isin(SCORES)]
+    scores = frame[frame.kind.isin(SCORED_KINDS)]
     if question.plot == "bars":
         rows = in_columns(scores)
         bars: Cells = {}

@@ -8,7 +8,7 @@ from mpp.config import Settings, require, setting
 
 Options = dict[str, Any]
 """Settings of a command by dotted name."""
-Training = Literal["pretrain", "supervised", "contrastive"]
+TrainingCommand = Literal["pretrain", "supervised", "contrastive"]
 MEASURED_AXES = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
 """Values of a question's `x` that are measured, and the labels of their axes."""
 
@@ -66,7 +66,7 @@ class EncoderEntry(Settings):
     """Further settings of every evaluation, such as {representation: class}."""
     seeds: tuple[int, ...] = setting((0,), distinct=True)
     """Seeds of encoders that differ in nothing else: the spread is over them."""
-    train: Training | None = None
+    train: TrainingCommand | None = None
     """Command that trains the encoder if it is missing."""
     train_options: Options = field(default_factory=dict)
     """Settings of that command. Encoders of the comparison that it begins from (model.init_from), continues
@@ -162,7 +162,7 @@ class SweepConfig(Settings):
 
     dir: str = "runs/sweep"
     """Folder for results.json, table.md, the plot, and each trial's run and reports."""
-    train: Training = "pretrain"
+    train: TrainingCommand = "pretrain"
     """Command that trains."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of that command in all trials; `config` is a file, or several. With data.eval_split null the held-out

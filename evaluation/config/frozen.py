@@ -42,7 +42,7 @@ Precision = Literal["auto", "bf16", "fp32"]
 Depth = int | Literal["last", "all", "dev"]
 LabelTask = Literal["auto", "class", "several", "number"]
 NumberLoss = Literal["l2", "l1"]
-Reading = Literal["linear", "knn"]
+ReadingName = Literal["linear", "knn"]
 ProtocolName = Literal["logistic", "mae", "dinov2"]
 OF_ENCODERS = {"checkpoint", "random", "seed", "img_size", "representation", "normalize"}
 OF_LOGISTIC = {"protocol": "logistic"}
@@ -344,7 +344,7 @@ class SegmentationConfig(Settings):
     depth: Depth = "dev"
     """Number of blocks before the features are taken. dev: the best depth on a tenth of the training images; last: the
     encoder's output; all: every depth."""
-    readings: tuple[Reading, ...] | Reading = setting(("linear", "knn"), distinct=True)
+    readings: tuple[ReadingName, ...] | ReadingName = setting(("linear", "knn"), distinct=True)
     """Classifier of patch features. linear: a batch norm and a linear layer, trained (DINOv2); knn: the classes of the
     nearest training patches, without training."""
     lr: Numbers = setting((1e-3, 3e-3, 1e-2), above=0, distinct=True, needs=OF_LINEAR)

@@ -10,8 +10,8 @@ from mpp.config import (
     ImageSize,
     ModelConfig,
     OptimConfig,
-    ProbeConfig,
     RunConfig,
+    RunProbeConfig,
     Settings,
     TrainingConfig,
     flatten,
@@ -211,7 +211,7 @@ class ContrastiveConfig(TrainingConfig):
     head: ProjectionConfig = ProjectionConfig()
     contrast: ContrastConfig = ContrastConfig()
     optim: OptimConfig = OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64)
-    probe: ProbeConfig = ProbeConfig()
+    probe: RunProbeConfig = RunProbeConfig()
 
     def check(self):
         self.optim.check_length(self.run.steps)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from evaluation.config import EmbedConfig, EncoderConfig, ExtractionConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
-from evaluation.frozen.run_images import DEV, IMAGE_SETTINGS, LoadedSplits, check_labels_unseen
+from evaluation.frozen.known_labels import check_labels_unseen
+from evaluation.frozen.run_images import DEV, IMAGE_SETTINGS, LoadedSplits
 from evaluation.metrics.scoring import Outcomes
 from mpp.config import SourceConfig, require
 from mpp.data.data_path import describe_source
@@ -37,6 +38,7 @@ from mpp.runtime.messages import counted, note, progress_bar, shortened, warn
 from mpp.runtime.randomness import Stream, permutation
 
 DEV_FRACTION = 0.1
+"""Of the training images, for `--test false`; choices (`depth dev`, a penalty) are made on another: `cut_dev_split`."""
 DEFAULT_BATCH_SIZE = 64  # where data.batch_size is not set
 MAX_IMAGES_NAMED = 20  # in a message on images that cannot be decoded
 SPLITS = ("train", "test")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig
-from evaluation.frozen.run_images import LabelledImages
+from evaluation.frozen.known_labels import LabelledImages
 from mpp.config import SourceConfig
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import complete

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.config import FeaturesConfig, ProbeConfig
-from evaluation.figures.charts import DPI, figure_style, markdown_table, plot_by_depth, write_details
+from evaluation.figures.charts import figure_style, markdown_table, plot_by_depth, save_figure, write_details
 from evaluation.frozen.features import (
     ExtractedFeatures,
     LabelledFeatures,
@@ -370,7 +370,7 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     if by_depth := report.get("summary_by_depth"):
         with figure_style():
             figure = plot_by_depth(by_depth, group_by, f"{'dev' if on_dev else 'test'} {kind.score_title}")
-            figure.savefig(path.with_suffix(".png"), dpi=DPI)
+            save_figure(figure, path.with_suffix(".png"))
         print(f"wrote {path.with_suffix('.png')}")
     print_images(report)
     write_classes(path, report)

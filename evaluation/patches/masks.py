@@ -85,11 +85,11 @@ def with_outlines(rows: datasets.Dataset) -> datasets.Dataset:
     """The package's photographs with a column of masks: 1 is bird, 0 is background, null is not outlined."""
     by_split = json.loads(OUTLINES_FILE.read_text(encoding="utf-8"))
     outlines, masks = by_split["train"] | by_split["test"], datasets.Image(decode=False)
-    cells = [masks.encode_example(draw_mask(outlines[bird])) if bird in outlines else None for bird in rows["id"]]
+    cells = [masks.encode_example(draw_polygons(outlines[bird])) if bird in outlines else None for bird in rows["id"]]
     return rows.add_column("mask", cells, feature=masks)
 
 
-def draw_mask(outline: dict[str, Any]) -> Image.Image:
+def draw_polygons(outline: dict[str, Any]) -> Image.Image:
     """A mask of polygons: `size` [width, height], `birds` lists of x, y, x, y, ..."""
     mask = Image.new("L", tuple(outline["size"]))
     drawing = ImageDraw.Draw(mask)

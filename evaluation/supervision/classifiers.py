@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from evaluation.config import HeadConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
-from evaluation.frozen.run_images import find_labelled_images, find_run, find_tested_run
+from evaluation.frozen.known_labels import find_labelled_images
+from evaluation.frozen.run_images import find_run, find_tested_run
 from evaluation.supervision.learners import LEARNERS, add_head, average_heads, learner_of
 from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
@@ -23,11 +24,11 @@ from mpp.models.encoder import load_encoder
 from mpp.models.plain import set_attention
 from mpp.models.teachers import resize_bilinear
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.weights import BEST, encoder_folder, fingerprint
+from mpp.runtime.weights import BEST, WEIGHTS, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL_FILE, newest_whole, restore_trained
 from mpp.training.run_folder import read_record, saved_settings
 
-TEACHER_SETTING = "distill.teacher"
+DISTILL_TEACHER = "distill.teacher"
 ALLOWED_SOURCES = "the folder of a finished supervised or fine-tuned run, or a timm folder with a classification head"
 
 
@@ -74,8 +75,8 @@ def with_teacher_digest(config: SupervisedConfig) -> SupervisedConfig:
     teacher = config.distill.teacher
     if teacher is None:
         return config
-    teacher = str(find_tested_run(Path(teacher), TEACHER_SETTING) or teacher)
-    require(Path(teacher).is_dir(), TEACHER_SETTING, teacher, "a folder: of a finished run, or in timm's layout")
+    teacher = str(find_tested_run(Path(teacher), DISTILL_TEACHER) or teacher)
+    require(Path(teacher).is_dir(), DISTILL_TEACHER, teacher, "a folder: of a finished run, or in timm's layout")
     sha256, known = fingerprint(Path(teacher)), config.distill.teacher_sha256
     allowed = f"{sha256}, that of {teacher}, or null"
     require(known in (None, sha256), "distill.teacher_sha256", known, allowed)
@@ -90,12 +91,12 @@ def load_teacher(source: str, classes: int, channels: int = 3, class_names: Sequ
     Raises:
         UserError: no classifier there, or one of other classes or channels, or with these classes in another order.
     """
-    teacher = load_classifier(source, channels, TEACHER_SETTING)
+    teacher = load_classifier(source, channels, DISTILL_TEACHER)
     fits = teacher.label_kind == "class" and teacher.classes == classes
-    require(fits, TEACHER_SETTING, source, f"a classifier of one class per image, of {classes} as these images have")
+    require(fits, DISTILL_TEACHER, source, f"a classifier of one class per image, of {classes} as these images have")
     names = [*class_names[:classes]]
     is_in_order = teacher.class_names == names or sorted(teacher.class_names) != sorted(names)
-    require(is_in_order, TEACHER_SETTING, source, f"a classifier with classes in the order {', '.join(names)}")
+    require(is_in_order, DISTILL_TEACHER, source, f"a classifier with classes in the order {', '.join(names)}")
     return FrozenClassifier(teacher)
 
 
@@ -161,7 +162,7 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     is_distilled = settings["distill"].get("teacher") is not None
     network = add_head(encoder, frozen.normalize, HeadConfig(**about), learner, is_distilled)
     restore_trained(run, network, OptimConfig(**settings["optim"]))
-    exported = load_file(encoder_folder(run) / "model.safetensors")  # the fingerprint is of these
+    exported = load_file(encoder_folder(run) / WEIGHTS)  # the fingerprint is of these
     is_same = all(torch.equal(tensor, exported[name]) for name, tensor in encoder.state_dict().items())
     require(is_same, setting, run, "a run whose newest checkpoint has the weights of its encoder/")
     known = [] if kind == "number" else distinct_class_names(learned.get(CLASS_NAMES_FIELD), classes)

@@ -36,7 +36,7 @@ from mpp.config.fields import (
 )
 from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.model import Grid, ImageSize, ModelConfig, Representation, check_grid, resized_side, sides
-from mpp.config.training import OptimConfig, ProbeConfig, RunConfig
+from mpp.config.training import OptimConfig, RunConfig, RunProbeConfig
 
 
 class TrainingConfig(Settings):
@@ -47,7 +47,7 @@ class TrainingConfig(Settings):
     optim: OptimConfig
     model: ModelConfig | None = None
     """None: of fine-tuning, whose model is that of its encoder."""
-    probe: ProbeConfig | None = None
+    probe: RunProbeConfig | None = None
     """None: of training with labels, whose figures need no probe."""
     objective: ObjectiveConfig | None = None
     """None: of runs that predict nothing of masked patches."""
@@ -75,7 +75,7 @@ class Config(TrainingConfig):
     network: NetworkConfig = NetworkConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig(name="muon", lr=1e-2, adam_scale=3.0, betas=(0.9, 0.95), global_batch_size=64)
-    probe: ProbeConfig = ProbeConfig()
+    probe: RunProbeConfig = RunProbeConfig()
 
     def check(self):
         fits = self.corruption.mask == 1 or self.network.name != "autoencoder"

@@ -143,7 +143,7 @@ class OptimConfig(Settings):
 
 
 @dataclass(frozen=True)
-class ProbeConfig(Settings):
+class RunProbeConfig(Settings):
     """Probes of frozen features during training: effective rank and, with labels, kNN accuracy."""
 
     every: int = setting(400, at_least=0, operational=True)

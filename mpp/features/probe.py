@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional
 
-from mpp.config import DataConfig, GeneralImagesConfig, ImageSize, ProbeConfig, Representation, require
+from mpp.config import DataConfig, GeneralImagesConfig, ImageSize, Representation, RunProbeConfig, require
 from mpp.data.data_path import is_hub_dataset
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
@@ -31,8 +31,10 @@ from mpp.features.neighbours import find_other_neighbours, knn_predict
 from mpp.runtime.processes import on_main_process
 
 MAX_IMAGES_FOR_RANK = 2048  # at most so many are compared with each other, by their neighbours or in a picture
-BASELINE = "floor_pixels"
-GENERAL = "general/knn"
+PIXEL_COLOURS = "floor_pixels"
+"""Name of the mean colours of a grid, among those of depths."""
+GENERAL_KNN = "general/knn"
+"""Group of the kNN accuracy on the general images of `probe.path`."""
 AGREEMENT_NEIGHBOURS = 5
 KNN_TEMPERATURE = 0.07  # as in `mpp knn`
 Part = tuple[float, float]
@@ -62,7 +64,7 @@ class GeneralImages(NamedTuple):
         return {part: identify_images(dataset, True, retries, self.revision) for part, dataset in parts.items()}
 
 
-def general_source(probe: ProbeConfig, data: DataConfig, revision: str | None = None) -> GeneralImagesConfig:
+def general_source(probe: RunProbeConfig, data: DataConfig, revision: str | None = None) -> GeneralImagesConfig:
     """The settings of the general images.
 
     Args:
@@ -137,7 +139,7 @@ class Probe:
         held_out: ImageDataset,
         data: DataConfig,
         img_size: ImageSize,
-        config: ProbeConfig,
+        config: RunProbeConfig,
         representation: Representation = "mean",
         general: GeneralImages | None = None,
         start: Path | None = None,
@@ -166,7 +168,7 @@ class Probe:
             add("knn", data, test, train)
             note_tested(train.labels, self.sets["knn"][0].dataset.labels, train.class_names)
         if general is not None:
-            add(GENERAL, settings_of_general_images(data), general.test.labelled(), general.reference.labelled())
+            add(GENERAL_KNN, settings_of_general_images(data), general.test.labelled(), general.reference.labelled())
 
     def __call__(self, model: nn.Module, baseline: bool = False) -> dict[str, float]:
         """Probe a model that has an `encoder` and a `normalize`. All processes call it.
@@ -184,7 +186,7 @@ class Probe:
         for name, (tested, *voting) in self.sets.items():
             features, labels = self.extract(model, tested, baseline)
             for depth, rows in features.items():
-                if name != GENERAL and depth != BASELINE:
+                if name != GENERAL_KNN and depth != PIXEL_COLOURS:
                     scalars[f"features/rank/{depth}"] = effective_rank(rows, device)
             if voting:
                 references, classes = self.extract(model, *voting, baseline)
@@ -210,11 +212,11 @@ class Probe:
         """Features of a set of N images, of a part of each if one is given, on the CPU of the main process.
 
         Returns:
-            `depth_XX` -> (N, D) after that block; BASELINE -> (N, C * 64) mean colours of a grid, with `baseline`.
+            `depth_XX` -> (N, D) after that block; PIXEL_COLOURS -> (N, C * 64) mean colours of a grid, with `baseline`.
             labels (N,). Both are empty on the other processes.
         """
         depths = range(1, 1 + len(stages(model.encoder)))
-        names = [f"depth_{depth:02d}" for depth in depths] + [BASELINE] * baseline
+        names = [f"depth_{depth:02d}" for depth in depths] + [PIXEL_COLOURS] * baseline
 
         def encode(images: Tensor) -> list[Tensor]:
             if part is not None:

@@ -18,7 +18,7 @@ from torch import nn
 from mpp.config import HOW_READ, ImageSize, require, resized_side, sides
 from mpp.models.plain import FIXED_POSITIONS
 from mpp.runtime.files import complete
-from mpp.runtime.weights import HUB, ZOO, encoder_folder, weights_file
+from mpp.runtime.weights import CONFIG, HUB, ZOO, encoder_folder, weights_file
 
 MPP_TAG = "mpp"
 """Tag of encoders that mpp has written."""
@@ -70,7 +70,7 @@ def as_saved(value: Any) -> Any:
 def saved_config(folder: Path) -> dict[str, Any]:
     """The config.json of an encoder folder; empty where it is missing or cannot be read."""
     try:
-        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        return dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError):
         return {}
 
@@ -235,6 +235,6 @@ def export_encoder(
         saved["model_args"].pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
         if not encoder.num_classes:
             saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
-        (partial / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
+        (partial / CONFIG).write_text(json.dumps(saved, indent=2), encoding="utf-8")
         if card:
             (partial / "README.md").write_text(card, encoding="utf-8")

@@ -22,8 +22,9 @@ from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.plain import TIMM_ERRORS, cell_grid, gather_tokens, has_fused_attention, is_plain, set_attention
+from mpp.objectives import Objective
 
-TEACHER_SETTING = "objective.teacher"
+OBJECTIVE_TEACHER = "objective.teacher"
 
 
 class FeatureTeacher(nn.Module):
@@ -65,7 +66,7 @@ class FeatureTeacher(nn.Module):
         try:
             targets, _ = self(blank, blank.new_zeros(1, 1, dtype=torch.int64))
         except TIMM_ERRORS as error:
-            settings = f"{TEACHER_SETTING} is {config.teacher} and objective.teacher_depths is {self.depths}"
+            settings = f"{OBJECTIVE_TEACHER} is {config.teacher} and objective.teacher_depths is {self.depths}"
             raise UserError(f"{settings}; it must be one that gives these features: {one_line(error)}") from error
         self.width = targets.shape[-1]
 
@@ -126,6 +127,13 @@ class PredictedBatch(NamedTuple):
     """A teacher's features (B, K, D) that show a collapse (see `FeatureTeacher`); None: there is no teacher."""
 
 
+def with_targets(outputs: Any, objective: Objective, images: Tensor, corruption: Corruption) -> PredictedBatch:
+    """The output of a network for a batch; with the objective's targets, unless a teacher has computed them."""
+    if isinstance(outputs, tuple):
+        return outputs
+    return PredictedBatch(outputs, objective.targets(images, corruption.positions))
+
+
 class StudentWithTeacher(nn.Module):
     """A network that learns, and the teacher whose features it predicts.
 
@@ -179,16 +187,16 @@ def build_teacher(config: ObjectiveConfig, encoder: nn.Module, normalize: Normal
         config.teacher,
         torch.get_default_device().type != "meta",
         config.teacher_checkpoint,
-        setting=TEACHER_SETTING,
+        setting=OBJECTIVE_TEACHER,
         img_size=config.teacher_img_size,
         num_classes=0,
     )
     set_attention(model, has_fused_attention(encoder))
     about = model.pretrained_cfg
     channels, *img_size = about["input_size"]
-    require(channels == len(normalize.mean), f"{TEACHER_SETTING}'s input channels", channels, len(normalize.mean))
+    require(channels == len(normalize.mean), f"{OBJECTIVE_TEACHER}'s input channels", channels, len(normalize.mean))
     if config.teacher_img_size and isinstance(getattr(model, "patch_embed", None), PatchEmbed):  # ignores the rest
-        check_grid(img_size, model.patch_embed.patch_size[0], f"{TEACHER_SETTING}_img_size")
+        check_grid(img_size, model.patch_embed.patch_size[0], f"{OBJECTIVE_TEACHER}_img_size")
     teacher = FeatureTeacher(model, Normalize(about["mean"], about["std"]), grid, config, img_size)
     teacher.register_state_dict_post_hook(leave_out_teacher)
     teacher.register_load_state_dict_post_hook(allow_missing_teacher)

@@ -8,6 +8,7 @@ from mpp.models.descriptions import EncoderFacts
 from mpp.models.variants import VariantViT
 from mpp.training.history import History, evaluations
 from mpp.training.log import read_history
+from mpp.training.run_folder import CONFIG_FILE
 
 CARD = """---
 {licence}library_name: timm
@@ -62,7 +63,7 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
         imports=imports,
         call=call,
         figures=figures_section(history),
-        settings=(folder / "config.yaml").read_text(encoding="utf-8"),
+        settings=(folder / CONFIG_FILE).read_text(encoding="utf-8"),
     )
 
 

@@ -10,8 +10,6 @@ History = Sequence[Line]
 
 EVALUATED = "heldout/loss"  # every evaluation has it
 COPY_BASELINES = ("heldout/nearest", "heldout/two_nearest")
-GENERAL_KNN = "general/knn"
-"""Group of the kNN accuracy on the general images of `probe.path`."""
 PFLOP = "compute/pflop"
 """Scalar of the operations that training executed so far, in 10^15."""
 DEVICE_HOURS = "speed/device_hours"

@@ -61,7 +61,7 @@ class Sharded:
     """As `Replicated`, by FSDP2 (`fully_shard`): weights, gradients and optimiser state are split by rows.
 
     A unit is a block, which is gathered for its own forward and backward pass. The last block of each stack goes with
-    all that is outside of blocks: its parts are called one by one (mpp.models.plain.py), and its backward pass is
+    all that is outside of blocks: its parts are called one by one (mpp/models/plain.py), and its backward pass is
     the first. Accelerate would choose units by class, and shards only on GPUs; so it starts the processes, and torch
     shards.
 

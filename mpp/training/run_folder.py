@@ -1,21 +1,4 @@
-"""The run folder: its files, whether a run may write there, and whether the run is finished.
-
-config.yaml                        the resolved config
-imports/                           copies of the user's code (--import), where the run uses any; never executed
-data.json                          the images, and the first weights, that it began with (mpp/data/identity.py)
-metrics.jsonl, events.out.*        scalars; pictures
-start.safetensors                  the weights that a run from weights began with (mpp/features/drift.py)
-heldout_patches.npz                masked patches of each held-out image (mpp/features/metrics.py)
-checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
-encoder/, encoder_best/            timm's layout: when the run is finished; with the best features (run.keep_best)
-evaluation/                        results and pictures of the evaluation commands
-unreadable.txt                     images that could not be decoded
-wandb_id                           the run's id, where wandb is asked for
-preempted                          the marker of a run that a signal stopped (mpp/runtime/signals.py)
-check_crops.png                    training crops, drawn by `mpp check` before the run (evaluation/check.py)
-report.html                        the page on the run (evaluation/report.py)
-verdict.json                       verdict and warnings of the last evaluation (mpp/training/verdict.py)
-.lock                              held while a process writes here (mpp/runtime/files.py)
+"""The run folder (its files: mpp/README.md): whether a run may write there, and whether the run is finished.
 
 A run continues in its folder if all of its settings that are not operational are the same, its images and first weights
 by number and digest, and its copies of the user's code, which are replaced before its first checkpoint. Its length and

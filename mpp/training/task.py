@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mpp.config import DataConfig, ProbeConfig, Representation, RunConfig
+from mpp.config import DataConfig, Representation, RunConfig, RunProbeConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD, identify_images
@@ -78,7 +78,7 @@ class ImageTask:
     def build_probe(
         self,
         train_images: ImageDataset,
-        config: ProbeConfig,
+        config: RunProbeConfig,
         init_from: str | None = None,
     ) -> Probe | None:
         """The probe of the held-out images, with these training images; None where `probe.every` is 0.
@@ -101,7 +101,7 @@ class ImageTask:
             start=None if init_from is None else Path(self.run.dir) / START_FILE,
         )
 
-    def load_general_images(self, config: ProbeConfig) -> GeneralImages:
+    def load_general_images(self, config: RunProbeConfig) -> GeneralImages:
         """The images of `probe.path`, of a hub dataset those of one commit for all processes, also when resumed."""
         source = general_source(config, self.data)
         folder = Path(self.run.dir)

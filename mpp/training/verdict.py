@@ -13,11 +13,11 @@ from typing import Any
 from tqdm import tqdm
 
 from mpp.config import TrainingConfig
+from mpp.features.probe import GENERAL_KNN, PIXEL_COLOURS
 from mpp.runtime.files import write_complete
 from mpp.training.health import FEWEST_STEPS, find_warnings, is_moving
 from mpp.training.history import (
     EVALUATED,
-    GENERAL_KNN,
     History,
     best_depth,
     copy_baseline,
@@ -36,7 +36,7 @@ from mpp.training.task import ImageTask
 VERDICT = "verdict.json"
 BETWEEN_PARTS = "; "
 """Between the parts of a verdict."""
-SCORES = {
+SCORE_TEXTS = {
     "heldout/macro_map": "held-out mAP {:.1%}",
     "heldout/r2": "held-out R2 {:.4g}",
     "heldout/accuracy": "held-out accuracy {:.1%}",
@@ -157,8 +157,8 @@ def describe_prediction(history: History) -> str:
         since = copy_baseline_beaten_since(history)
         beaten = "not beaten" if since is None else f"beaten since step {since}"
         return f"masked-patch accuracy {accuracy} (copy baseline {copying}, {beaten})"
-    score = next(name for name in SCORES if name in last)
-    return SCORES[score].format(last[score]) + in_brackets({BASELINES[name]: last.get(name) for name in BASELINES})
+    score = next(name for name in SCORE_TEXTS if name in last)
+    return SCORE_TEXTS[score].format(last[score]) + in_brackets({BASELINES[name]: last.get(name) for name in BASELINES})
 
 
 def in_brackets(baselines: dict[str, float | None]) -> str:
@@ -189,7 +189,7 @@ def describe_probe(history: History, group: str, start: str) -> str:
     block, value = best_depth(last, group)
     baselines = {
         start: best_depth(first, group)[1] if first["step"] == 0 else None,
-        "pixel colours": first.get(f"{group}/floor_pixels"),
+        "pixel colours": first.get(f"{group}/{PIXEL_COLOURS}"),
         "chance": last.get(f"{group}/chance"),
     }
     return f"{PROBES[group]} {value:.1%} at block {block}{in_brackets(baselines)}"
@@ -198,7 +198,7 @@ def describe_probe(history: History, group: str, start: str) -> str:
 def has_best_features(history: History) -> bool:
     """Whether the last evaluation has the best features so far, by the probe.
 
-    Where none was probed before it: by the first of SCORES that it has.
+    Where none was probed before it: by the first of SCORE_TEXTS that it has.
     """
     lines = evaluations(history)
     if not lines:
@@ -207,7 +207,7 @@ def has_best_features(history: History) -> bool:
     if probe_lines(lines[:-1])[0]:
         best = max(probed, key=lambda line: best_depth(line, group)[1])  # the first of equal ones
     else:
-        score = next(name for name in SCORES if name in lines[-1])
+        score = next(name for name in SCORE_TEXTS if name in lines[-1])
         sign = -1 if score == EVALUATED else 1
         best = max((line for line in lines if score in line), key=lambda line: sign * line[score])
     return best is lines[-1]
