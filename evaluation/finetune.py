@@ -101,6 +101,8 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
         report["labels"] = describe_labels(tried[best]["outcomes"])
     if not PartialState().is_main_process:
         return report
+    if config.out:  # by its own report the folder is known
+        write_report(folder / FINETUNING_REPORT, report)
     path = Path(config.out or folder / FINETUNING_REPORT)
     report = write_report(path, report)
     kind = kind_of_report(report)

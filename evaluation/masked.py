@@ -4,11 +4,11 @@ The numbers are those of the run's last evaluation, which kept counts of each im
 computed again. A run's own page and metrics have the same.
 """
 
-from pathlib import Path
 from typing import Any
 
 from evaluation.config import MaskedConfig
 from evaluation.frozen.results import report_path, write_report
+from evaluation.frozen.run_images import find_run, split_run
 from evaluation.metrics.scoring import Outcomes, add_figures
 from mpp.config import nested
 from mpp.errors import Unavailable
@@ -23,10 +23,12 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     """Read the metrics of the run, write the report, and return it.
 
     Raises:
-        UserError: no run there.
-        Unavailable: a run that predicts no colours.
+        UserError: the run has not come so far.
+        Unavailable: no run there, or one that predicts no colours.
     """
-    folder = Path(config.encoder)
+    folder, weights = split_run(config.encoder)
+    if weights or find_run(config.encoder) is None:
+        raise Unavailable(f"encoder is {config.encoder}; it must be the folder of a pre-training run")
     last = last_scalars(folder)
     if "heldout/nearest" not in last:
         lacks = "it has no heldout/nearest, which runs that predict colours have"

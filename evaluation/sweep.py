@@ -43,6 +43,9 @@ NOT_LOOKING: Options = {"run.eval_every": 0, "run.report": False}
 BATCH = "optim.global_batch_size"
 SEED = "run.seed"
 SPLIT = "data.eval_split"
+IMAGES = [f"data.{name}" for name in EVALUATED_SETTINGS if name not in HOW_READ]
+"""Settings that say which images are evaluated; how they are read, each encoder knows."""
+OF_ALL_TRIALS = ("run.dir", "config", *IMAGES)
 
 
 class Plan(NamedTuple):
@@ -82,7 +85,7 @@ def plan_sweep(config: SweepConfig) -> Plan:
     for key, values in grid.items():
         require(isinstance(values, list) and values, f"vary: {key}", values, "a list that is not empty")
     refuse_options(settings, ["run.dir", SEED], "settings")
-    refuse_options(grid, ["run.dir", SEED, SPLIT], "vary")
+    refuse_options(grid, [*OF_ALL_TRIALS, SEED], "vary")
     base = settings_of_seed(TRAININGS[config.train].config_class, settings, 0)
     is_cut = base.data.eval_split is None
     allowed = "null with train supervised, which learns the labels of all training images except the ones it cuts off"
@@ -95,7 +98,7 @@ def plan_sweep(config: SweepConfig) -> Plan:
     entries: dict[str, EncoderEntry] = {}
     trials: dict[str, Options] = {}
     for point in [*(dict(zip(grid, values, strict=True)) for values in product(*grid.values()) if grid), *points]:
-        refuse_options(point, ["run.dir", SPLIT], "points")
+        refuse_options(point, OF_ALL_TRIALS, "points")
         seeds = (point.pop(SEED),) if SEED in point else config.seeds
         options = settings | point | ({SPLIT: None} if is_cut else NOT_LOOKING)
         new, values = trial_of(config, options, seeds, varied)
@@ -123,6 +126,7 @@ def trial_of(
     """
     entry = EncoderEntry("", OF_SEED, seeds=seeds, train=config.train, train_options=options, compute=config.compute)
     training = training_settings(entry, 0)
+    training = TRAININGS[config.train].resolve(training)
     settings = options | flatten(training)
     values = {key: settings.get(key) for key in varied}
     name = " ".join(f"{key}={as_words(value)}" for key, value in values.items())
@@ -131,9 +135,8 @@ def trial_of(
 
 
 def image_options(training: TrainingConfig) -> Options:
-    """The settings of a training's images that are not the defaults: how they are read, each encoder knows."""
-    names = {f"data.{name}" for name in EVALUATED_SETTINGS if name not in HOW_READ}
-    return {name: value for name, value in changed_settings(training).items() if name in names}
+    """The settings of a training's images that are not the defaults."""
+    return {name: value for name, value in changed_settings(training).items() if name in IMAGES}
 
 
 def evaluation_entries(config: SweepConfig, is_cut: bool) -> list[EvaluationEntry]:

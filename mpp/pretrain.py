@@ -234,7 +234,9 @@ def reopen(folder: Path, source: SourceConfig, held_out_images: int, accelerator
     """
     config = parse_saved(Config, folder / CONFIG_FILE)
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
-    data = dataclasses.replace(config.data, **images, eval_crop=source.eval_crop or config.data.eval_crop)
+    is_stream = config.data.streaming and source.path == config.data.path
+    eval_crop = source.eval_crop or config.data.eval_crop
+    data = dataclasses.replace(config.data, **images, eval_crop=eval_crop, streaming=is_stream)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
     config = dataclasses.replace(config, data=data, model=model, probe=RunProbeConfig(every=0))
     task = Pretraining(config, accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0))

@@ -31,6 +31,7 @@ from evaluation import contrastive, finetune, supervised
 from evaluation.config import SupervisedConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import load_labelled
+from evaluation.frozen.run_images import find_run
 from evaluation.metrics.scoring import image_scores, load_outcomes
 from evaluation.supervised import Classification
 from evaluation.supervision.classifiers import load_classifier
@@ -214,13 +215,14 @@ def test_a_resnet_of_fewer_channels_trains_and_is_loaded_by_plain_timm(tmp_path)
 def test_finetuning_compares_rates_on_dev_over_dev_steps_and_tests_once(tmp_path, encoder, capsys):
     default_warmup = [word for word in BASE if "warmup" not in word]
     arguments = [*default_warmup, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--lrs=[0.01,0.1]", "--dev_steps=3"]
+    arguments += [f"--out={tmp_path / 'copy.json'}"]
     finetune.main(arguments)
     report = read_json(tmp_path / "finetune.json")
     (result,) = report["results"]
     best = result["lr"]
     runs = {path.name: path for path in tmp_path.glob("*lr_*")}
     tested = runs[f"lr_{best:g}"]
-    assert (tmp_path / "classifier").is_dir() and {*runs} == {"dev_lr_0.01", "dev_lr_0.1", tested.name}
+    assert find_run(str(tmp_path / "classifier")) == tested and {*runs} == {"dev_lr_0.01", "dev_lr_0.1", tested.name}
     dev_accuracies = {row["lr"]: row["accuracy"] for row in report["dev"]}
     assert best == max(dev_accuracies, key=dev_accuracies.get)
     for name, run in runs.items():

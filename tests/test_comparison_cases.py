@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import yaml
 from comparisons import SmallComparison
-from conftest import refused
+from conftest import put_picture, refused
 from safetensors.torch import save_file
 
 from evaluation.compare import settings_to_train, step_flops
 from evaluation.comparison.cases import TRAININGS, cases_of, evaluation_settings, read_entries
-from evaluation.comparison.digests import case_digest, relevant_settings, training_digest
+from evaluation.comparison.digests import case_digest, digests_of_images, relevant_settings, training_digest
 from evaluation.comparison.rows import report_path_of_case, training_cost
 from evaluation.config import (
     CompareConfig,
@@ -78,15 +78,40 @@ def test_a_raised_revision_takes_no_old_row(monkeypatch):
 
 def test_an_evaluation_on_images_of_its_own_is_one_of_these_and_of_no_other_dataset():
     """Masked patches are of the run's own."""
-    masks = {"name": "masks", "command": "segmentation", "options": {"data.path": "sets/streets"}}
-    cases = cases_with([TRAINED | {"seeds": [0]}], [KNN, masks, MASKED], ("one", "two"), group="both")
+    masks = {"name": "masks", "command": "segmentation", "options": {"data": {"path": "sets/streets"}}}
+    of_both = dict(group="both", options={"data.train_images": 9})
+    cases = cases_with([TRAINED | {"seeds": [0]}], [KNN, masks, MASKED], ("one", "two"), **of_both)
     assert [(case.entry.name, case.dataset.name, case.labels["group"]) for case in cases] == [
         ("knn", "one", "both"),
         ("knn", "two", "both"),
         ("masks", "streets", None),
         ("masked", "one", None),
     ]
+    assert [evaluation_settings(case).data.train_images for case in cases[:3]] == [9, 9, None]
     assert evaluation_settings(cases[2]).data.path == "sets/streets"
+
+
+@pytest.mark.parametrize("path, column", [("mine", None), ("uoft-cs/cifar10", "label"), (None, None)])
+def test_the_recipe_of_an_evaluation_brings_settings_of_its_own_images_alone(path, column):
+    tuned = TUNED | {"options": {"config": "finetune/cifar10_small"}}
+    (case,) = cases_with([TRAINED | {"seeds": [0]}], [tuned], options={"data.path": path})
+    data = evaluation_settings(case).data
+    assert (data.path, data.label_column) == (path, column)
+    (unnamed,) = cases_with([TRAINED | {"seeds": [0]}], [tuned])
+    with refused("datasets: d: data.path is missing; it must be there: finetune/cifar10_small has uoft-cs/cifar10"):
+        evaluation_settings(unnamed)
+
+
+def test_masks_that_a_list_names_have_a_digest(tmp_path):
+    lines = ["file_name,mask_file_name"]
+    for place in range(4):
+        for folder in ("images", "masks"):
+            put_picture(tmp_path / folder / f"{place}.png", place)
+        lines.append(f"images/{place}.png,masks/{place}.png")
+    (tmp_path / "metadata.csv").write_text("\n".join(lines))
+    masks = {"name": "masks", "command": "segmentation", "options": {"data.image_column": "image"}}
+    (case,) = cases_with([FLOOR], [masks], options={"data.path": str(tmp_path)})
+    assert {*digests_of_images(case)} == {"images", "masks"}
 
 
 def cases_with(encoders, evaluations=(KNN,), datasets=("d",), **of_dataset):

@@ -27,11 +27,12 @@ from torch import nn
 from evaluation import finetune, supervised
 from evaluation.comparison.cases import EncoderEntry, encoders_of
 from evaluation.comparison.digests import relevant_settings
-from evaluation.config import DistillConfig, SupervisedConfig
+from evaluation.config import DistillConfig, SupervisedConfig, SweepConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.supervised import Classification
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
 from evaluation.supervision.learners import average_heads, build_student, distillation_loss
+from evaluation.sweep import plan_sweep
 from mpp.config import ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
@@ -241,3 +242,8 @@ def test_a_comparison_knows_a_training_by_the_weights_of_its_teacher(tmp_path, t
     (student,) = encoders_of([entry]).values()
     digest = sha256_of(teacher / "model.safetensors")
     assert relevant_settings(student.settings)["distill.teacher_sha256"] == digest
+    other = save_timm(tmp_path / "other", 10)
+    vary = {"distill.teacher": [str(teacher), str(other)]}
+    settings = {"data.eval_split": None}
+    config = SweepConfig(train="supervised", settings=settings, vary=vary, evaluate={"command": "knn"})
+    assert len(plan_sweep(config).trials) == 2

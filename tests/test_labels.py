@@ -162,6 +162,9 @@ def test_views_of_texts_as_polars_writes_them_are_texts():
     pytest.importorskip("datasets", "4.1")
     texts = pa.array(["b", "a", None, "b"], pa.string_view())
     assert read(datasets.Dataset(pa.table({"label": texts}))).parts[0].tolist() == [1, 0, -1, 1]
+    lists = pa.array([["b"], ["a"]], pa.large_list(pa.string_view()))
+    column = find_labels(ImagesConfig(), datasets.Dataset(pa.table({"label": lists})))
+    assert read_labels([column], "several").parts[0].tolist() == [[0, 1], [1, 0]]
 
 
 def test_labels_take_little_more_memory_than_their_numbers():

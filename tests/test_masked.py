@@ -48,9 +48,13 @@ def test_intervals_over_images_cover_the_truth_where_patches_of_an_image_are_ali
 
 
 def test_a_run_that_predicts_no_patches_has_no_masked_accuracy(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {}")
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "heldout/loss": 1.0, "heldout/accuracy": 0.5}\n')
     with pytest.raises(Unavailable, match="it must be a pre-training run: it has no heldout/nearest"):
         masked.run(MaskedConfig(str(tmp_path)))
+    for other in ("vit_tiny_patch16_224", str(tmp_path / "encoder_best")):
+        with pytest.raises(Unavailable, match=r"the folder of a pre-training run$"):
+            masked.run(MaskedConfig(other))
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
     with refused(r"its metrics\.jsonl is missing or has no heldout/loss"):
         masked.run(MaskedConfig(str(tmp_path)))

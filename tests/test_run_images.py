@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
+from accelerate import Accelerator
 from classified_images import OF_TRAINING
 from comparisons import noted
 from conftest import CUT, FAST, encoded, picture, put_picture, read_json, refused, write_pictures
@@ -17,6 +18,7 @@ from evaluation.config import FewshotConfig, FinetuneConfig, KnnConfig, LinearCo
 from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import find_run, load_images_of, parse_and_load
 from mpp.data import sources
+from mpp.pretrain import reopen
 
 ONE_SHOT = (*FAST, "--shots=1", "--seeds=0")
 
@@ -181,13 +183,17 @@ def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder,
     assert own_images(of_a_relative_path, f"--data.path={moved}").cut_seed == 0
 
 
-def test_the_images_of_a_stream_are_compared_by_files_and_those_kept_are_loaded(pretrain, two_shards, monkeypatch):
+def test_the_images_of_a_stream_are_compared_by_files_and_others_are_none(
+    pretrain, two_shards, image_folder, monkeypatch
+):
     run = pretrain(f"--data.path={two_shards}", "--data.streaming=true")
     data = own_images(run)
     with monkeypatch.context() as patch:
         patch.setattr("evaluation.frozen.run_images.load_image_datasets", None)
         train, held_out = load_images_of(str(run), data)
     assert (data.path, len(train), len(held_out)) == (str(two_shards), 0, 8)
+    others = reopen(run, replace(data, path=str(image_folder)), 2, Accelerator(cpu=True))
+    assert len(others.held_out) == 1  # of the twelve
     file = sorted(two_shards.glob("*.parquet"))[0]
     file.rename(file.with_name(file.name.replace("0", "9", 1)))
     with refused(rf"{two_shards} no longer holds the images .*train: files changed"):

@@ -107,6 +107,8 @@ def test_the_grid_and_the_points_are_trials_each_once(small, capsys):
         ({"vary": {}}, "vary is empty"),
         ({"vary": {LR: []}}, r"vary: optim.lr is \[\]; it must be a list"),
         ({"vary": {"run.seed": [1, 2]}}, "vary: run.seed is .* left out: another key decides it"),
+        ({"vary": {"config": ["cifar10"]}}, r"vary: config is .* left out"),
+        ({"points": [{"data.path": "b"}]}, "points: data.path is b; it must be left out"),
         ({"settings": {"run.dir": "a"}}, "settings: run.dir is a; it must be left out"),
         ({"evaluate": {"command": "masked"}}, "evaluate: command is masked; it must be one with a setting `test`"),
         ({"settings": {"run.keep_best": True}}, "run.keep_best is true; it must be false or left out"),

@@ -21,7 +21,7 @@ from mpp.pretrain import main
 from mpp.training import health
 from mpp.training.health import WARNINGS, find_warnings
 from mpp.training.log import read_history
-from mpp.training.verdict import has_best_features, read_verdict, verdict
+from mpp.training.verdict import has_better_features, read_verdict, verdict
 
 
 def config_of(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, moving=False, **more):
@@ -256,17 +256,24 @@ def test_training_logs_the_scores_by_these_names():
     assert {"macro_map", "r2", "mae"} <= {heading for kind in KINDS.values() for heading in kind.headings}
 
 
-def test_the_best_is_by_the_probe_or_by_the_score():
-    rising = [evaluation(100, knn=0.3), evaluation(200, knn=0.4)]
-    falling = evaluation(300, accuracy=0.9, knn=0.35)
-    assert has_best_features(rising[:1]) and has_best_features(rising)
-    assert not has_best_features([*rising, falling])
-    assert not has_best_features([*rising, without(falling, "knn")])  # an evaluation without a probe
-    assert not has_best_features([*rising, evaluation(300, knn=0.4)])  # the first of equal ones is kept
-    assert has_best_features([without(line, "knn") for line in [*rising, falling]])
-    assert has_best_features([{"heldout/loss": value, "heldout/r2": value} for value in (1, 2)])
-    only_the_last_is_probed = [without(evaluation(100, accuracy=0.9), "knn"), evaluation(200)]
-    assert not has_best_features(only_the_last_is_probed) and not has_best_features([])
+@pytest.mark.parametrize(
+    "line, kept, is_better",
+    [
+        (evaluation(2, knn=0.4), None, True),
+        (evaluation(2, knn=0.4), evaluation(1, accuracy=0.9, knn=0.3), True),
+        (evaluation(2, knn=0.4), evaluation(1, knn=0.4), False),  # the first of equal ones is kept
+        (evaluation(2, knn=0.4), without(evaluation(1), "knn"), True),  # it was kept before the run probed
+        (without(evaluation(2), "knn"), None, False),  # an evaluation between probes
+    ],
+)
+def test_the_best_of_a_run_that_probes_is_by_the_probe(line, kept, is_better):
+    assert has_better_features(line, kept, True) is is_better
+
+
+def test_the_best_is_by_the_score_of_a_run_that_does_not_probe():
+    assert has_better_features(evaluation(2, accuracy=0.9), evaluation(1), False)
+    assert has_better_features(*({"heldout/loss": value, "heldout/r2": value} for value in (2, 1)), False)
+    assert not has_better_features({"heldout/loss": 2}, {"heldout/loss": 1}, False)
 
 
 # --- tiny runs ---

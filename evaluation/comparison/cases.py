@@ -24,6 +24,7 @@ from evaluation.config import (
 )
 from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEntry, Options, Question
 from evaluation.frozen.run_images import (
+    EVALUATED_SETTINGS,
     VIEW_SETTINGS,
     find_run,
     is_colour_baseline,
@@ -32,8 +33,8 @@ from evaluation.frozen.run_images import (
 )
 from evaluation.registry import EVALUATIONS, Evaluation
 from evaluation.supervision.classifiers import DISTILL_TEACHER, with_teacher_digest
-from mpp.config import Config, flatten, require, show
-from mpp.config.parsing import as_command_line, read
+from mpp.config import HOW_READ, Config, flatten, require, show
+from mpp.config.parsing import as_command_line, read, spread
 from mpp.data.loader import BatchLayout
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
@@ -115,7 +116,8 @@ def entries_of(kind: type, values: Sequence[dict[str, Any]], key: str) -> list[A
         refuse_options(getattr(entry, "options", {}), decided, f"{key}: {entry.name}: options")
         command = getattr(entry, "command", None)
         require(command is None or command in EVALUATIONS, f"{key}: command", command, " or ".join(EVALUATIONS))
-        entries.append(entry)
+        options = getattr(entry, "options", None)
+        entries.append(replace(entry, options=dict(spread(options, {}))) if options else entry)
     names = [entry.name for entry in entries]
     require(len(set(names)) == len(names), f"{key}: names", names, "all different")
     return entries
@@ -307,7 +309,7 @@ def datasets_of(evaluation: EvaluationEntry, datasets: list[DatasetEntry]) -> li
     """The images of an evaluation: once the run's own, or those that its options name."""
     if "data.path" in evaluation.options:
         name = Path(evaluation.options["data.path"] or "birds").name
-        return [replace(datasets[0], name=name, group=None)]
+        return [DatasetEntry(name)]
     is_masked = EVALUATIONS[evaluation.command].kind == "masked patches"
     return [replace(datasets[0], group=None)] if is_masked else datasets
 
@@ -337,6 +339,8 @@ def evaluation_settings(case: Case) -> Any:
     if case.kind != "masked patches":
         options = case.dataset.options | options | entry.options
         inherited = reading_options(case.encoder)
+        if "config" in case.entry.options:
+            options = instead_of_recipe(case, options) | options
     options = options | {"encoder": entry.encoder}
     if case.kind == "frozen features":
         options |= {"random": entry.random, "seed": seed}
@@ -344,6 +348,22 @@ def evaluation_settings(case: Case) -> Any:
         options |= {"run.seed": seed} | ({"init": "random"} if entry.random else {})
         inherited |= view_options(case.encoder)
     return settings_of_seed(case.evaluation.config_class(), options, seed, inherited)
+
+
+def instead_of_recipe(case: Case, options: Options) -> Options:
+    """The usual settings of images, where the recipe of an evaluation (`config`) has those of another dataset.
+
+    Raises:
+        UserError: the recipe has a dataset, and the entry of the images names no path.
+    """
+    usual, recipe = case.evaluation.config_class()(), options["config"]
+    path = read(usual, as_command_line({"config": recipe})).data.path
+    if path is None or options.get("data.path") == path:
+        return {}
+    require(
+        "data.path" in options, f"datasets: {case.dataset.name}: data.path", "missing", f"there: {recipe} has {path}"
+    )
+    return {f"data.{name}": getattr(usual.data, name) for name in EVALUATED_SETTINGS if name not in HOW_READ}
 
 
 def reading_options(encoder: Encoder) -> Options:

@@ -13,7 +13,7 @@ import timm
 
 from evaluation.comparison.cases import TRAININGS, TRUNK_SETTING, Case, Encoder, evaluation_settings, parent_runs
 from evaluation.config import ContrastiveConfig, FewshotConfig, MaskedDataConfig, ProbeConfig, SegmentationConfig
-from evaluation.frozen.run_images import record_images
+from evaluation.frozen.run_images import record_images, record_source
 from mpp.config import flatten, settings_of
 from mpp.config.imports import imported
 from mpp.data.data_path import is_local
@@ -135,7 +135,7 @@ def digests_of_images(case: Case, only_here: bool = False) -> dict[str, str]:
     digests = {}
     for name, (source, kind) in sources.items():
         if source is not None and (not only_here or source.path is None or is_local(source.path)):
-            record = record_images(source, kind)
+            record = record_source(source, kind) if name == "masks" else record_images(source, kind)
             digests |= {name: digest_of(record)} if record else {}
     return digests
 

@@ -63,7 +63,7 @@ class EncoderEntry(Settings):
     random: bool = False
     """Take the folder's architecture with random weights."""
     options: Options = field(default_factory=dict)
-    """Further settings of every evaluation, such as {representation: class}."""
+    """Further settings of every evaluation, which must have them, such as {representation: class} of probes."""
     seeds: tuple[int, ...] = setting((0,), distinct=True)
     """Seeds of encoders that differ in nothing else: the spread is over them."""
     train: TrainingCommand | None = None
@@ -84,7 +84,8 @@ class EvaluationEntry(Settings):
     command: str = ""
     """Name of a registered evaluation."""
     options: Options = field(default_factory=dict)
-    """Its settings. With data.path it is on these images, once, whatever the datasets."""
+    """Its settings. With data.path it is on these images, once, whatever the datasets. Of a `config` for images of
+    another path, the settings of images are left out."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class FinetuneConfig(TrainingConfig):
     test: bool = True
     """Train on all training images at the best rate, then test. false: stop after the comparison."""
     out: str | None = setting(None, operational=True)
-    """JSON file of the result. null: finetune.json in run.dir."""
+    """JSON file of the result, besides finetune.json in run.dir."""
     run: RunConfig = group(
         RunConfig(dir="runs/{data}_finetuned", steps=500, report=False),
         eval_every="each run of fine-tuning is evaluated once, at its end",

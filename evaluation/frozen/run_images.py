@@ -73,9 +73,11 @@ def find_run(encoder: str) -> Path | None:
     """The run folder of an encoder that is named by the folder itself, its encoder/ or a weights file in it.
 
     Returns:
-        None where an encoder has no run, as random weights, whose name is empty.
+        None where an encoder has no run, as random weights, whose name is empty. Of a fine-tuning its tested run.
     """
     folder, _ = split_run(encoder)
+    with suppress(UserError):  # it only compared rates
+        folder = find_tested_run(folder, "encoder") or folder
     return folder if encoder and "data" in saved_settings(folder) else None
 
 

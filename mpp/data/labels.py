@@ -108,7 +108,8 @@ def column_of(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
     """A column of a dataset as arrow has it, but for views of texts, of which arrow computes little."""
     values = rows.select_columns([name]).with_format("arrow")[:].column(0)
     if "string_view" in str(values.type):  # of polars
-        return values.cast(pa.list_(pa.string()) if pa.types.is_list(values.type) else pa.string())
+        is_list = values.type.num_fields == 1
+        return values.cast(pa.list_(pa.string()) if is_list else pa.string())
     return values
 
 

@@ -14,11 +14,14 @@ from tqdm import tqdm
 
 from mpp.config import TrainingConfig
 from mpp.features.probe import GENERAL_KNN, PIXEL_COLOURS
+from mpp.models.descriptions import saved_config
 from mpp.runtime.files import write_complete
+from mpp.runtime.weights import BEST
 from mpp.training.health import FEWEST_STEPS, find_warnings, is_moving
 from mpp.training.history import (
     EVALUATED,
     History,
+    Line,
     best_depth,
     copy_baseline,
     copy_baseline_beaten_since,
@@ -30,7 +33,6 @@ from mpp.training.history import (
     series,
 )
 from mpp.training.log import Tracker, read_history
-from mpp.training.run_folder import branch_point
 from mpp.training.task import ImageTask
 
 VERDICT = "verdict.json"
@@ -98,13 +100,11 @@ class Watch:
         write_complete(folder / VERDICT, json.dumps(saved, indent=1))
 
     def is_best(self) -> bool:
-        """Whether the evaluation that was logged last has the best features so far; of a branch, since it began.
-
-        The trunk's best encoder is in the trunk's folder, and may be of a later step.
-        """
-        origin = self.config.run.branch_from
-        first = branch_point(origin)[1] if origin else -1
-        return has_best_features([line for line in read_history(self.tracker.folder) if line["step"] > first])
+        """Whether the evaluation that was logged last has better features than the encoder that is kept as the best."""
+        folder, probe = self.tracker.folder, self.config.probe
+        kept = saved_config(folder / BEST).get("step")
+        lines = {line["step"]: line for line in evaluations(read_history(folder))}
+        return has_better_features(*[*lines.values()][-1:], lines.get(kept), bool(probe and probe.every))
 
 
 def print_warnings(warnings: dict[str, str]) -> None:
@@ -195,22 +195,23 @@ def describe_probe(history: History, group: str, start: str) -> str:
     return f"{PROBES[group]} {value:.1%} at block {block}{in_brackets(baselines)}"
 
 
-def has_best_features(history: History) -> bool:
-    """Whether the last evaluation has the best features so far, by the probe.
+def has_better_features(line: Line, kept: Line | None, is_probed: bool) -> bool:
+    """Whether an evaluation has better features than the one whose encoder is kept; None: there is none.
 
-    Where none was probed before it: by the first of SCORE_TEXTS that it has.
+    Args:
+        is_probed: whether the run probes: then by the probe, which not every evaluation has; otherwise by the score.
     """
-    lines = evaluations(history)
-    if not lines:
-        return False
-    group, probed = probe_lines(lines)
-    if probe_lines(lines[:-1])[0]:
-        best = max(probed, key=lambda line: best_depth(line, group)[1])  # the first of equal ones
-    else:
-        score = next(name for name in SCORE_TEXTS if name in lines[-1])
-        sign = -1 if score == EVALUATED else 1
-        best = max((line for line in lines if score in line), key=lambda line: sign * line[score])
-    return best is lines[-1]
+    score, of_kept = (each and score_of_features(each, is_probed) for each in (line, kept))
+    return score is not None and (of_kept is None or score > of_kept)
+
+
+def score_of_features(line: Line, is_probed: bool) -> float | None:
+    """The accuracy of an evaluation's probe, None without one; or the first of SCORE_TEXTS, the greater the better."""
+    if is_probed:
+        group, probed = probe_lines([line])
+        return best_depth(line, group)[1] if probed else None
+    name = next(name for name in SCORE_TEXTS if name in line)
+    return -line[name] if name == EVALUATED else line[name]
 
 
 # --- its progress ---
