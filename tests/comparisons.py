@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from colours import write
 from conftest import encoded, picture, read_json
 
 from evaluation import compare
@@ -97,9 +98,7 @@ def write_cats_and_dogs(folder: Path, seed: int = 0) -> None:
         image = picture(seed + number)
         red = image[..., 0] // 2
         image[..., 0] = red if kind == "cat" else 255 - red
-        file = folder / kind / f"{number:02d}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(image))
+        write(folder, {f"{kind}/{number:02d}.png": encoded(image)})
 
 
 def without_times(rows: list[dict]) -> list[dict]:

@@ -47,6 +47,8 @@ def tiny_without(*starts: str) -> list[str]:
     return [word for word in TINY if not word.startswith(starts)]
 
 
+TINY_TUNING = tiny_without("--probe", "--model")
+"""What a command takes that begins from an encoder."""
 CUT = ("--data.eval_split=null", "--data.eval_fraction=0.25")
 """Hold a quarter of the training images out."""
 
@@ -231,8 +233,9 @@ class Killed(BaseException):
     """What a test stops a run with."""
 
 
-def kill_at(monkeypatch, step: int) -> None:
-    """Stop a run in this process just before update `step` (from 0) is done."""
+@contextmanager
+def killed_at(step: int):
+    """A run in this process is killed just before update `step` (from 0) is done."""
     from mpp.training.loop import TrainingStep
 
     begin = TrainingStep.begin
@@ -242,14 +245,8 @@ def kill_at(monkeypatch, step: int) -> None:
             raise Killed("killed")
         begin(self, number, measure)
 
-    monkeypatch.setattr(TrainingStep, "begin", dies)
-
-
-@contextmanager
-def killed_at(step: int):
-    """A run in this process is killed just before update `step` (from 0)."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        kill_at(patch, step)
+        patch.setattr(TrainingStep, "begin", dies)
         yield
 
 

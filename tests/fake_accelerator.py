@@ -6,7 +6,6 @@ memory of its own and no kernel is pretended: it cannot show a GPU's rounding, s
 `pretend` is for a process of its own: there is no way back.
 """
 
-import importlib
 import json
 import sys
 import traceback
@@ -205,10 +204,8 @@ def replace_everywhere(old, new) -> None:
                     setattr(module, name, new)
 
 
-def pretend(file: Path, commands: tuple[str, ...] = ()) -> None:
+def pretend(file: Path) -> None:
     """From now on this process has the device and nothing else; at its end `file` has the waits, as JSON."""
-    for command in commands:
-        importlib.import_module(command)
     backend_registration._setup_privateuseone_for_python_backend(DEVICE, backend_module=Module())
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device=...) is made on the host, and copied
     made_on_the_device()

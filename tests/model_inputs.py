@@ -11,9 +11,9 @@ MASKED = dict(mask=1.0, random=0.0, keep=0.0)
 """Settings of corruption: each corrupted patch is masked."""
 
 
-def random_images(count=3, channels=3, side=32) -> torch.Tensor:
-    """Images (B, C, H, W), uint8, from torch's global generator."""
-    return torch.randint(0, 256, (count, channels, side, side), dtype=torch.uint8)
+def random_images(count=3, side=32) -> torch.Tensor:
+    """Images (B, 3, H, W), uint8, from torch's global generator."""
+    return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
 
 
 def small_vit(**changes):

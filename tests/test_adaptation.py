@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from conftest import ADAM, ROOT, close, equal_tensors, exported, read_json, read_metrics, refused, tiny_without
+from conftest import ADAM, ROOT, TINY_TUNING, close, equal_tensors, exported, read_json, read_metrics, refused
 from model_inputs import by_timm, draw_batch, random_images
 from safetensors.torch import load_file
 from server import begin, die_at, finish, was_killed
@@ -242,7 +242,7 @@ def test_low_rank_changes_are_merged_for_timm(pretrain, finished_run, capfd):
 
 
 def test_fine_tuning_begins_with_the_head(finished_run, tmp_path):
-    settings = (*tiny_without("--probe", "--model"), "--run.steps=3", "--lrs=0.5", "--optim.frozen_steps=2")
+    settings = (*TINY_TUNING, "--run.steps=3", "--lrs=0.5", "--optim.frozen_steps=2")
     finetune.main([f"--encoder={finished_run}", *settings, f"--run.dir={tmp_path}"])
     first, second = (load_file(path / MODEL_FILE) for path in sorted(tmp_path.glob("lr_0.5/checkpoints/*")))
     begun = exported(finished_run)["blocks.0.attn.qkv.weight"]

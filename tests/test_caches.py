@@ -4,10 +4,7 @@ import atexit
 import fcntl
 import multiprocessing
 import os
-from pathlib import Path
 
-import datasets
-import huggingface_hub
 import pytest
 from colours import CATS_AND_DOGS, save_classes, splits_of
 from conftest import put_picture, refused, run_command
@@ -43,11 +40,6 @@ def start(act):
 
 def paths(path):
     return [cell["path"] for rows in splits_of(path).values() for cell in rows["image"]]
-
-
-def test_what_tests_keep_is_not_at_the_users_home():
-    for kept in (datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE):
-        assert Path(kept).is_relative_to(os.environ["HF_HOME"])
 
 
 # --- listings of folders of images ---

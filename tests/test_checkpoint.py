@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import equal_tensors, refused, weights_of
+from conftest import equal_tensors, interrupted_after, refused, weights_of
 from model_inputs import small_vit
 from test_untrusted import Payload
 from torch.distributed.fsdp import fully_shard
@@ -128,10 +128,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     tally(f"a checkpoint: {damage}")
 
 
-def test_a_checkpoint_that_is_being_written_is_not_there(tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_being_written_is_not_there(tmp_path):
     save(tmp_path, 1)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("mpp.training.checkpoint.save_file", Mock(side_effect=KeyboardInterrupt))
+    with interrupted_after(checkpoint, "save_file", 0):
         save(tmp_path, 2)
     assert restored_step(tmp_path) == 1
     save(tmp_path, 2)

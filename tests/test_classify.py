@@ -12,17 +12,17 @@ from classified_images import OF_MODEL
 from comparisons import noted
 from conftest import (
     TINY,
+    TINY_TUNING,
     equal_tensors,
     exported,
     killed_at,
     read_json,
     read_metrics,
     refused,
-    tiny_without,
     title_and_tags,
     write_pictures,
 )
-from model_inputs import HALVES, random_images, scaled
+from model_inputs import HALVES, by_timm, random_images, scaled
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
@@ -46,8 +46,6 @@ from mpp.models.descriptions import export_encoder, learned_labels
 from mpp.models.encoder import Normalize
 from mpp.models.plain import checkpoint_activations
 
-BASE = tiny_without("--probe", "--model")
-
 
 @pytest.fixture
 def encoder(finished_run):
@@ -62,12 +60,12 @@ def finetunings(monkeypatch):
 
 
 def train_supervised(folder, *arguments):
-    supervised.main([*BASE, *arguments, f"--run.dir={folder}"])
+    supervised.main([*TINY_TUNING, *arguments, f"--run.dir={folder}"])
     return folder
 
 
 def fine_tune(folder, encoder, *arguments):
-    finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={folder}", *arguments])
+    finetune.main([*TINY_TUNING, f"--encoder={encoder}", f"--run.dir={folder}", *arguments])
 
 
 def test_supervised_run_looks_like_pre_trainings(tmp_path):
@@ -80,9 +78,7 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path):
     assert image_scores(outcomes).mean() == pytest.approx(read_metrics(folder, "heldout/accuracy")[4])
     assert read_metrics(folder)[1] == pytest.approx(np.log(9), rel=1e-5)  # the head starts at zero: nine classes
     assert read_metrics(folder, "heldout/largest_class")[4] == 0.25  # of 8 birds
-    encoder = mpp.load_encoder(folder)
-    assert encoder(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
-    assert "label_names" not in encoder.pretrained_cfg  # its output is no logits
+    assert "label_names" not in mpp.load_encoder(folder).pretrained_cfg  # its output is no logits
     assert learned_labels(str(folder))
     assert title_and_tags(folder / "encoder")[0] == "run: encoder trained with labels"
     assert read_json(folder / "data.json")["train"]["classes"] == birds
@@ -107,7 +103,9 @@ def test_the_card_gives_plain_timm_the_feature_that_was_judged(kind, encoder, tm
         source = tmp_path / "teacher"
         export_encoder(mpp.load_encoder(encoder, num_classes=9), source, 32, *HALVES, 0.875)
     options = [option.replace(SOURCE, str(source)) for option in options]
-    settings = {pretrain: TINY, contrastive: TINY, supervised: [*BASE, *OF_MODEL], finetune: BASE}[command]
+    settings = {pretrain: TINY, contrastive: TINY, supervised: [*TINY_TUNING, *OF_MODEL], finetune: TINY_TUNING}[
+        command
+    ]
     command.main([*settings, *options, f"--run.dir={tmp_path / 'run'}"])
     folder = tmp_path / "run" / ("lr_0.1/encoder" if kind == "fine-tuned" else "encoder")
     images = torch.randn(3, 3, 32, 32)
@@ -202,10 +200,10 @@ def test_a_resnet_of_fewer_channels_trains_and_is_loaded_by_plain_timm(tmp_path)
         "--head.kind=linear",
     )
     folder = train_supervised(tmp_path / "run", *SHORT, *words)
-    encoder = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True)
+    encoder = by_timm(folder / "encoder")
     assert encoder.num_features == 128
     assert equal_tensors(encoder.state_dict(), exported(folder))
-    classifier = timm.create_model(f"local-dir:{folder / 'classifier'}", pretrained=True).eval()  # by a convolution
+    classifier = by_timm(folder / "classifier")  # by a convolution
     images = torch.rand(2, 3, 32, 32)
     network = load_classifier(str(folder), 3, "classifier").network.eval()
     with torch.no_grad():
@@ -213,7 +211,7 @@ def test_a_resnet_of_fewer_channels_trains_and_is_loaded_by_plain_timm(tmp_path)
 
 
 def test_finetuning_compares_rates_on_dev_over_dev_steps_and_tests_once(tmp_path, encoder, capsys):
-    default_warmup = [word for word in BASE if "warmup" not in word]
+    default_warmup = [word for word in TINY_TUNING if "warmup" not in word]
     arguments = [*default_warmup, f"--encoder={encoder}", f"--run.dir={tmp_path}", "--lrs=[0.01,0.1]", "--dev_steps=3"]
     arguments += [f"--out={tmp_path / 'copy.json'}"]
     finetune.main(arguments)

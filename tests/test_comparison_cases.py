@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from colours import write
 from comparisons import SmallComparison
 from conftest import put_picture, refused
 from safetensors.torch import save_file
@@ -226,9 +227,8 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
     }
     pflop = {}
     for name, settings in runs.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"data": {}} | settings))
-        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5, "speed/device_hours": 2}\n')
+        metrics = '{"step": 1, "compute/pflop": 1.5, "speed/device_hours": 2}\n'
+        write(tmp_path / name, {"config.yaml": yaml.safe_dump({"data": {}} | settings), "metrics.jsonl": metrics})
         cost = training_cost(only_case({"name": name, "encoder": str(tmp_path / name)}).encoder)
         assert cost.get("training_device_hours", 0) == cost.get("training_pflop", 0) * 2 / 1.5
         pflop[name] = cost.get("training_pflop")

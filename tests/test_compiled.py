@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import TINY, read_metrics, weights_of
 from functorch.compile import make_boxed_func
+from model_inputs import draw_batch
 from server import Command, begin, fails, finish, was_killed
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from mpp.config import Config
 from mpp.config.parsing import parse
-from mpp.corruption import draw, stack
 from mpp.models.networks import build_model
 from mpp.training.checkpoint import newest_step
 from mpp.training.loop import TrainingStep
@@ -62,8 +62,7 @@ def test_vit_b_is_one_graph_forward_and_one_backward():
     config = parse(Config, ["--model.name=vit_base_patch16_224", "--model.img_size=224", "--model.patch_size=16"])
     model = build_model(config)[0].to("meta")
     compiled = torch.compile(model, backend=aot_autograd(**compilers), fullgraph=True)  # raises where a graph breaks
-    drawn = [draw(config.corruption, (14, 14), 0, 0, number) for number in range(2)]
-    corruption = stack(drawn).to("meta")
+    corruption = draw_batch(config.corruption, (14, 14), 2).to("meta")
     with torch.autocast("cpu", torch.bfloat16):
         predictions = compiled(torch.zeros(2, 3, 224, 224, dtype=torch.uint8, device="meta"), corruption)
     predictions.sum().backward()

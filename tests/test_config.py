@@ -30,7 +30,6 @@ from evaluation.config import (
 from mpp.config import Config, OptimConfig, PrepareConfig, RunConfig, flatten, settings_of
 from mpp.config.parsing import NAMES_ELSEWHERE, check_given, parse, parse_saved, to_yaml
 from mpp.errors import UserError
-from mpp.training.run_folder import changes, describe_changes
 
 
 def config_of(*words):
@@ -70,16 +69,6 @@ def test_numbers_of_a_plain_model_have_defaults_and_a_named_one_keeps_its_own():
     assert config_of("--model.width=64").model.numbers() == plain | {"width": 64}
     named = ["--config=birds", "--model.name=vit_base_patch16_224", "--model.depth=2"]
     assert parse(Config, named).model.numbers() == dict.fromkeys(plain) | {"depth": 2}
-
-
-def test_only_plumbing_may_change(tmp_path):
-    saved = tmp_path / "config.yaml"
-    saved.write_text(to_yaml(Config()))
-    operational = ["--data.workers=7", "--run.log_every=3", "--data.batch_size=2", "--run.checkpoint_every=9"]
-    science = ["--optim.lr=0.5", "--run.seed=1", "--corruption.rate=0.3"]
-    different = changes(parse_saved(Config, saved), config_of(*operational, *science))
-    assert different == {"run.seed": (0, 1), "corruption.rate": (0.5, 0.3), "optim.lr": (0.01, 0.5)}
-    assert describe_changes(different, "the run").endswith("optim.lr (0.01 in the run, 0.5 now)")
 
 
 MISTAKES = [  # the command, its words, and what the one line names: the setting, the value, what is meant or allowed

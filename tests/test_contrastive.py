@@ -20,7 +20,6 @@ from model_inputs import random_images
 from server import Command, fails, finish
 from torchvision.transforms import v2
 
-import mpp
 from evaluation import contrastive
 from evaluation.config import ViewsConfig
 from evaluation.contrastive import TwoViews, nt_xent
@@ -45,9 +44,9 @@ def by_definition(views, temperature):
     return torch.stack(losses), torch.tensor(right)
 
 
-def unit_vectors(images=6, width=5):
+def unit_vectors(images=6):
     torch.manual_seed(0)
-    drawn = torch.randn(images, 2, width, dtype=torch.double)
+    drawn = torch.randn(images, 2, 5, dtype=torch.double)
     drawn[:, 1] += drawn[:, 0]  # so that some views are nearest to their other one, and some are not
     return torch.nn.functional.normalize(drawn, dim=-1)
 
@@ -104,7 +103,6 @@ def expected_flops_per_image():
 @pytest.mark.faults
 def test_a_run_looks_like_pre_trainings(tmp_path):
     folder = run(tmp_path / "run", "--run.eval_every=2", "--probe.every=2")
-    assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
     names = exported(folder)
     assert names and not any("head" in name for name in names)  # the projection stays behind
     for key in ("heldout/loss", "heldout/accuracy", "features/rank/depth_01", "knn/depth_02"):

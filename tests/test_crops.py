@@ -24,11 +24,6 @@ from mpp.runtime.randomness import Stream, random_words
 WHOLE_IMAGE = DataConfig(crop_area=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=False)
 
 
-def random_image(height: int, width: int) -> Tensor:
-    """Random pixels (3, height, width)."""
-    return torch.randint(0, 256, (3, height, width), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-
-
 def as_tensor(pixels: np.ndarray) -> Tensor:
     """(H, W, C) as (C, H, W)."""
     return torch.from_numpy(pixels).permute(2, 0, 1)
@@ -72,7 +67,7 @@ def test_augmentation_rounds_pixels_of_more_bits():
 
 def test_training_crops_have_the_proportions_of_the_view():
     """With the whole area and a ratio of 1, the crop of an image of the same proportions is the whole image."""
-    pixels = random_image(24, 72)
+    pixels = torch.randint(0, 256, (3, 24, 72), dtype=torch.uint8)
     for index in range(5):
         assert torch.equal(random_crop(pixels, (24, 72), WHOLE_IMAGE, 0, 0, index), pixels)
     square = random_crop(pixels, (8, 8), WHOLE_IMAGE, 0, 0, 0)

@@ -8,7 +8,9 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from comparisons import noted
 from conftest import (
+    TINY_TUNING,
     equal_tensors,
     killed_at,
     read_json,
@@ -95,11 +97,9 @@ def test_the_loss_is_deits():
 def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path, teacher, monkeypatch):
     folder = tmp_path / "run"
     pixels = random_images(2)
-    models = []
-    flops = Classification.flops
-    monkeypatch.setattr(Classification, "flops", lambda task: models.append(task.model) or flops(task))
+    tasks = noted(monkeypatch, Classification, "flops")
     train(folder, f"--distill.teacher={teacher}", "--distill.kind=soft", "--model.mean=[0.3,0.4,0.5]")
-    model = models[0].eval()
+    model = tasks[0].model.eval()
     encoder = by_timm(folder / "encoder")
     assert type(encoder) is VisionTransformerDistilled
     tokens = encoder.forward_features(model.normalize(pixels))
@@ -117,7 +117,7 @@ def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path,
 
     tuned = tmp_path / "fine" / "lr_0.1"
     words = ("--lrs=0.1", "--img_size=48", f"--run.dir={tuned.parent}")
-    finetune.main([*tiny_without("--probe", "--model"), f"--encoder={folder}", *words])
+    finetune.main([*TINY_TUNING, f"--encoder={folder}", *words])
     weights = load_file(complete_checkpoints(tuned)[-1] / "model.safetensors")
     assert weights["encoder.pos_embed"].shape == (1, 2 + 36, 16) and "encoder.dist_token" in weights
     pixels = random_images(2, side=48)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from conftest import refused
+from conftest import interrupted_after, refused
 from model_inputs import HALVES, by_timm
 from timm.data import IMAGENET_DEFAULT_MEAN
 
@@ -32,14 +32,13 @@ def exported(tmp_path_factory):
     return encoder, export(encoder, tmp_path_factory.mktemp("run") / "encoder")
 
 
-def test_export_is_the_same_bits_every_time_and_an_interrupted_one_leaves_the_last(exported, tmp_path, monkeypatch):
+def test_export_is_the_same_bits_every_time_and_an_interrupted_one_leaves_the_last(exported, tmp_path):
     encoder, folder = exported
     first = (folder / "model.safetensors").read_bytes()
     for _ in range(3):
         again = export(encoder, tmp_path / "encoder")
         assert (again / "model.safetensors").read_bytes() == first
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with interrupted_after(Path, "write_text", 0):
         export(mpp.load_encoder(folder, pretrained=False), tmp_path / "encoder")
     assert (again / "model.safetensors").read_bytes() == first
 
@@ -70,10 +69,6 @@ def test_an_encoder_says_what_it_takes(exported, changes, input_size, moments, p
     assert (data_config["crop_pct"], data_config["interpolation"]) == (1.0, "bilinear")
     assert encoder.pretrained_cfg["num_classes"] == changes.get("num_classes", 0)
     assert encoder(torch.randn(1, *input_size)).shape == (1, changes.get("num_classes", encoder.num_features))
-    if pretrained:
-        grid = [side // 8 for side in input_size[1:]]
-        expected = timm.layers.resample_abs_pos_embed(exported[0].pos_embed, grid, num_prefix_tokens=1)
-        torch.testing.assert_close(encoder.pos_embed, expected)
 
 
 def test_a_changed_model_of_timms_says_what_it_takes():

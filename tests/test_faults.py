@@ -26,10 +26,12 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import pytest
+from colours import write
 from conftest import (
     HANGS,
     ROOT,
     TINY,
+    TINY_TUNING,
     encoded,
     picture,
     read_metrics,
@@ -170,7 +172,7 @@ def test_3_kills_of_learning_from_labels(tmp_path, tally, module):
         options, inner = [*tiny_without("--probe"), *common, SELDOM[0]], ""
     else:
         finish(begin(tmp_path / "encoder"))
-        options, inner = [*tiny_without("--probe", "--model"), *common], "lr_0.1"
+        options, inner = [*TINY_TUNING, *common], "lr_0.1"
         options += [f"--encoder={tmp_path / 'encoder'}", "--lrs=0.1"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(Command(module, *options, f"--run.dir={whole}"))
@@ -269,7 +271,7 @@ def linger():
 def test_a_signal_in_a_last_evaluation_ends_fine_tuning_after_that_run(tmp_path, tally):
     finish(begin(tmp_path / "encoder"))
     options = [f"--encoder={tmp_path / 'encoder'}", "--lrs=[0.1,0.01]", f"--run.dir={tmp_path / 'run'}"]
-    start = partial(Command, "finetune", *tiny_without("--probe", "--model"), *options)
+    start = partial(Command, "finetune", *TINY_TUNING, *options)
     run = start(prepare=linger)
     first = tmp_path / "run" / "dev_lr_0.1"
     wait_until((first / "evaluating").exists, of=run)
@@ -369,9 +371,7 @@ def broken_files():
 def test_one_file_in_twenty_is_broken(tmp_path, tally):
     files = broken_files()
     whole = {f"{number:03d}.png": encoded(picture(number)) for number in range(19 * len(files))}
-    (tmp_path / "images").mkdir()
-    for name, data in (files | whole).items():
-        (tmp_path / "images" / name).write_bytes(data)
+    write(tmp_path / "images", files | whole)
     finish(begin(tmp_path / "run", f"--data.path={tmp_path / 'images'}", "--run.steps=60", "--data.workers=2"))
     named = {Path(line.split(": ")[0]).name for line in (tmp_path / "run" / "unreadable.txt").read_text().splitlines()}
     assert named == {name for name in files if name.startswith("bad")}

@@ -2,7 +2,7 @@
 
 import pytest
 from comparisons import noted
-from conftest import read_metrics, tiny_without, weights_of
+from conftest import TINY_TUNING, read_metrics, weights_of
 
 from evaluation import supervised
 from mpp.errors import ReadFailed
@@ -11,7 +11,7 @@ from mpp.training.loop import Loop, TrainingStep
 
 def test_a_step_without_all_of_its_images_is_dropped_whole(tmp_path, monkeypatch):
     """So are its batch norms' statistics."""
-    words = (*tiny_without("--probe", "--model"), "--model.name=test_resnet", "--model.img_size=32", "--run.steps=2")
+    words = (*TINY_TUNING, "--model.name=test_resnet", "--model.img_size=32", "--run.steps=2")
 
     def run(name):
         folder = tmp_path / name

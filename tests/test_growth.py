@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Killed, read_json, read_metrics, refused, same, weights_of
+from conftest import TINY, interrupted_after, read_json, read_metrics, refused, same, weights_of
 from test_verdict import CONFIG, config_of, evaluation
 
 from evaluation import check
@@ -20,7 +20,6 @@ from evaluation.report import command_to_repeat, next_steps, verdict_points
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
 from mpp.pretrain import Pretraining, main
-from mpp.training import run_folder
 from mpp.training.checkpoint import kept_steps
 from mpp.training.log import read_history
 from mpp.training.optim import learning_rate
@@ -115,26 +114,16 @@ def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(pretrain, tmp_path,
     assert weights_of(branch) != weights_of(trunk)
 
 
-def test_kills_in_a_trunk_in_the_copy_and_in_the_branch_change_no_bit(
-    runs, pretrain, stopped_at, tmp_path, monkeypatch
-):
+def test_kills_in_a_trunk_in_the_copy_and_in_the_branch_change_no_bit(runs, pretrain, stopped_at, tmp_path):
     """The command that is started again need not name the trunk; its copy of a read-only checkpoint may be written."""
     trunk, branch = tmp_path / "trunk", tmp_path / "branch"
-    copyfile = shutil.copyfile
-
-    def dies(source, target):
-        copyfile(source, target)
-        if target.name == "optimizer.safetensors":
-            raise Killed("killed")
-
     stable = (CONSTANT, "--run.steps=2", "--run.checkpoint_every=1")
     stopped_at(1, *stable, dir=trunk)
     assert kept_steps(trunk) == [1]
     pretrain(*stable, dir=trunk)
     for path in (trunk / "checkpoints" / "step_00000002").iterdir():
         path.chmod(0o444)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(run_folder.shutil, "copyfile", dies)
+    with interrupted_after(shutil, "copyfile", 4):  # in the checkpoint's files
         pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=branch)
     assert kept_steps(branch) == []
     stopped_at(3, *WSD, dir=branch)
@@ -144,13 +133,12 @@ def test_kills_in_a_trunk_in_the_copy_and_in_the_branch_change_no_bit(
     assert weights_of(pretrain(*WSD, dir=branch)) == weights_of(runs / "whole")
 
 
-def test_a_run_whose_rate_was_stable_goes_on_in_its_folder(pretrain, tmp_path, monkeypatch):
+def test_a_run_whose_rate_was_stable_goes_on_in_its_folder(pretrain, tmp_path):
     """Killed between its last checkpoint and its encoder, too. Checkpoints that were to be kept stay."""
     stable = (CONSTANT, "--run.keep_checkpoints=1")
     whole = pretrain(*stable, "--run.steps=6", dir=tmp_path / "whole")
     grown = pretrain(*stable, "--run.keep_at=[2]", "--run.steps=4")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Pretraining, "export", lambda *_: (_ for _ in ()).throw(Killed("killed")))
+    with interrupted_after(Pretraining, "export", 0):
         pretrain(*stable, "--run.steps=6")
     assert kept_steps(grown) == [2, 6]
     assert step_of(grown / "encoder") == 4

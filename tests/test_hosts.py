@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import pytest
 from conftest import TINY, wait_until, weights_of
-from server import Command, at_update, fails, finish
+from server import Command, at_update, environments_of, fails, finish
 
 from mpp.runtime.processes import set_timeout
 from mpp.training.checkpoint import newest_step
@@ -61,13 +61,10 @@ class Hosts:
 
     def start(self, folder, *words: str, prepare=None, sharded=False, named=True) -> Command:
         """A run of one process on each host; `named`: it was told by which device they reach each other."""
-        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        shared |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
-        shared |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
-        environments = []
-        for rank, name in enumerate(self.names):
-            own = {"RANK": str(rank), "NETWORK_NAMESPACE": name} | ({"GLOO_SOCKET_IFNAME": name} if named else {})
-            environments.append(shared | own)
+        shared = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0]}
+        environments = environments_of(2, sharded)
+        for name, each in zip(self.names, environments, strict=True):
+            each |= shared | {"NETWORK_NAMESPACE": name} | ({"GLOO_SOCKET_IFNAME": name} if named else {})
         arguments = (*LONG, f"--run.dir={folder}", *words)
         return Command("pretrain", *arguments, environments=environments, prepare=prepare)
 

@@ -1,6 +1,5 @@
 """Datasets of the hub, from a fake one: one commit a run, faults that pass, faults that do not, signals."""
 
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ import huggingface_hub
 import pyarrow.parquet as pq
 import pytest
 from colours import CATS_AND_DOGS, save_classes, seen, write
-from conftest import HANGS, ROOT, TINY, wait_until, weights_of
+from conftest import HANGS, ROOT, TINY, read_json, wait_until, weights_of
 from fake_hub import ALWAYS, TOKEN, FakeHub, Fault
 from server import Command, context, environments_of, fails, finish, limit_files
 
@@ -113,7 +112,7 @@ KNOWN: dict[tuple[int, int], tuple[bytes, int]] = {}
 
 def commits_of(folder):
     """Split -> commit, in the data.json of a run."""
-    return {part: known["revision"] for part, known in json.loads((folder / "data.json").read_text()).items()}
+    return {part: known["revision"] for part, known in read_json(folder / "data.json").items()}
 
 
 def unfinish(folder):

@@ -274,13 +274,14 @@ def with_sides(data: bytes, start: bytes, skipped: int, side: int = 60_000) -> b
     return data[:at] + struct.pack(">II", side, side) + data[at + 8 :]
 
 
-def tiff_with_sides(*names: str, **options) -> bytes:
-    """The same of a TIFF of five bands, of which these tags lie."""
-    data = bytearray(tiff(np.zeros((40, 48, 5), np.uint16), photometric="minisblack", planarconfig="contig", **options))
-    with tifffile.TiffFile(io.BytesIO(bytes(data))) as file:
-        places = [file.pages[0].tags[name].valueoffset for name in names]
-    for place in places:
-        data[place : place + 4] = (60_000).to_bytes(4, "little")
+def tiff_of_large_tiles() -> bytes:
+    """The same of the tiles of a TIFF of five bands."""
+    tiles = dict(photometric="minisblack", planarconfig="contig", tile=(16, 16), compression="zlib")
+    data = bytearray(tiff(np.zeros((40, 48, 5), np.uint16), **tiles))
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        for name in ("TileWidth", "TileLength"):
+            place = file.pages[0].tags[name].valueoffset
+            data[place : place + 4] = (60_000).to_bytes(4, "little")
     return bytes(data)
 
 
@@ -313,7 +314,7 @@ REFUSED = {  # kind -> file, what the line says
     "png, a bomb": (PNG_START + LARGE_PNG + encoded(RGB)[PNG_HEADER:], "max_pixels"),
     "jpeg, half": (encoded(RGB, "JPEG")[:700], "^a JPEG file that cannot be decoded: [^/]+$"),
     "tiff, a bomb in a tile": (
-        tiff_with_sides("TileWidth", "TileLength", tile=(16, 16), compression="zlib"),
+        tiff_of_large_tiles(),
         "60000 x 60000 x 5 pixels are more",
     ),
     "avif, a bomb": (with_sides((CODED / "rgb_8.avif").read_bytes(), b"ispe", 8, 15_000), "max_pixels|be read"),

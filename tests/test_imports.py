@@ -8,6 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from colours import write
 from comparisons import write_cats_and_dogs
 from conftest import ROOT, read_json, refused, run_command, tiny_without
 from timm.models import _registry as timm_registry
@@ -281,12 +282,9 @@ def test_loader_processes_have_the_code_and_a_file_that_changes_is_not_taken_for
 
 def test_a_package_is_known_by_all_its_python_files(pretrain, tmp_path, monkeypatch):
     package = tmp_path / "mypackage"
-    (package / "deep").mkdir(parents=True)
-    (package / "__init__.py").write_text("import mypackage.deep.patterns\n")
-    (package / "deep" / "patterns.py").write_text(
-        "from mpp.corruption import PATTERNS, random_patches\nPATTERNS['mine'] = lambda *a: random_patches(*a)\n"
-    )
-    (package / "deep" / "helpers.py").write_text("")
+    patterns = "from mpp.corruption import PATTERNS, random_patches\nPATTERNS['mine'] = lambda *a: random_patches(*a)\n"
+    files = {"__init__.py": "import mypackage.deep.patterns\n", "deep/patterns.py": patterns, "deep/helpers.py": ""}
+    write(package, files)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["--import=mypackage", "--corruption.pattern=mine", "--run.steps=1"]
     folder = pretrain(*words)

@@ -5,8 +5,8 @@ import sys
 
 import datasets
 import pytest
-import timm
 import torch
+from model_inputs import by_timm
 from safetensors.torch import load_file
 
 from mpp import extract_features, load_encoder, nano
@@ -35,7 +35,7 @@ def test_one_file_has_the_weights_and_figures_of_the_product(few_birds, precisio
     assert figures == {name: f"{theirs[names[name]]:.4f}" for name in figures}
     assert {"loss", "accuracy", "nearest", "two_nearest", "knn_4"} < figures.keys()
 
-    encoder = timm.create_model(f"local-dir:{tmp_path / 'nano'}", pretrained=True).eval()
+    encoder = by_timm(tmp_path / "nano")
     photographs = datasets.load_dataset("parquet", data_files=str(few_birds / "test*"), split="train")["image"][:3]
     views = torch.stack([nano.centre_crop(torch.tensor(nano.np.array(each)).permute(2, 0, 1)) for each in photographs])
     with torch.no_grad():

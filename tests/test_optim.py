@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import timm
 import torch
+from comparisons import noted
 from conftest import refused
 from model_inputs import HALVES, names_where, scales_of
 
@@ -83,9 +84,7 @@ def test_muon_is_timms(native, together, monkeypatch):
     monkeypatch.setattr("mpp.training.muon.MAX_BATCH_ELEMENTS", together)
     in_dtype = partial(timm.optim.muon.zeropower_via_newtonschulz, dtype=torch.bfloat16 if native else torch.float32)
     monkeypatch.setattr("timm.optim.muon.zeropower_via_newtonschulz", in_dtype)
-    sizes = []
-    orthogonalize = muon.orthogonalize
-    monkeypatch.setattr(muon, "orthogonalize", lambda each: sizes.append(each.numel()) or orthogonalize(each))
+    batches = noted(monkeypatch, muon, "orthogonalize")
     models = [predictor(width=16, heads=2, depth=3) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     config = OptimConfig(name="muon", lr=0.1, momentum=0.8, betas=(0.8, 0.9), weight_decay=0.5, adam_scale=3.0)
@@ -98,7 +97,8 @@ def test_muon_is_timms(native, together, monkeypatch):
             other.grad = one.grad.clone()
         ours.step()
         timms.step()
-    assert max(sizes) == (3072 if together > 3072 else 1024)  # three matrices of 16 x 64, or one
+    largest = 3072 if together > 3072 else 1024  # three matrices of 16 x 64, or one
+    assert max(each.numel() for each in batches) == largest
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-3 if native and one.ndim == 2 else 0)
 

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import FAST, ONLY_MASKED, read_metrics, refused, tiny_without
+from conftest import FAST, ONLY_MASKED, TINY_TUNING, read_metrics, refused
 from model_inputs import MASKED, by_timm, draw_batch, names_where, randomize, scales_of
 from timm.models.eva import Eva
 from torch import nn
@@ -202,5 +202,5 @@ def test_a_run_trains_and_its_encoder_is_evaluated(name, pretrain, tmp_path):
     visualize.main([*fast, f"--out={tmp_path / 'pictures'}"])
     assert list((tmp_path / "pictures").glob("attention*"))
     words = (f"--encoder={folder}", "--run.steps=2", "--lrs=[0.01]", f"--run.dir={tmp_path / 'tuned'}")
-    finetune.main([*tiny_without("--probe", "--model"), *words])
+    finetune.main([*TINY_TUNING, *words])
     assert is_plain(by_timm(tmp_path / "tuned" / "lr_0.01" / "encoder"))

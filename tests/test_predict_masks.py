@@ -6,11 +6,12 @@ import shutil
 import classified_images
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from classified_images import read_csv
+from colours import write
 from conftest import FAST, dataset_of, encoded, interrupted_after, picture, read_json, refused
+from model_inputs import by_timm
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import jaccard_score
@@ -35,11 +36,9 @@ def head(finished_run, tmp_path_factory):
 
 @pytest.fixture
 def images(tmp_path):
-    for number, (name, size) in enumerate(SIZES.items()):
-        file = tmp_path / "images" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(picture(number, size), "JPEG" if name.endswith("jpg") else "PNG"))
-    return tmp_path / "images"
+    pictures = {name: picture(number, size) for number, (name, size) in enumerate(SIZES.items())}
+    files = {name: encoded(each, "JPEG" if name.endswith("jpg") else "PNG") for name, each in pictures.items()}
+    return write(tmp_path / "images", files)
 
 
 def predict_to(out, head, images, *options):
@@ -62,7 +61,7 @@ def plain_logits(model, weights, pixels):
 @torch.no_grad()
 def plain_mask(head, image, share):
     """The mask of an image by loops over its windows, and the mean probability of its classes."""
-    model = timm.create_model(f"local-dir:{head.parents[1] / 'encoder'}", pretrained=True).eval()
+    model = by_timm(head.parents[1] / "encoder")
     weights = load_file(head / "head.safetensors")
     whole = v2.functional.pil_to_tensor(Image.open(image).convert("RGB"))
     resized = v2.Resize(round(32 / share), antialias=True)(whole)

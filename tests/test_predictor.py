@@ -42,10 +42,9 @@ MOMENTS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 OURS = {"position", "position_at", "mixing"}
 
 
-def images_and_corruption(batch=3):
+def images_and_corruption():
     torch.manual_seed(0)
-    config = CorruptionConfig(mask=0.4, random=0.3, keep=0.3)
-    return random_images(batch), draw_batch(config, images=batch)
+    return random_images(), draw_batch(CorruptionConfig(mask=0.4, random=0.3, keep=0.3))
 
 
 def dense(model, images, corruption):

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from colours import write
 from conftest import encoded, picture, read_metrics, refused, refused_with, title_and_tags, weights_of
 from model_inputs import HALVES
 from safetensors.torch import load_file
@@ -62,7 +63,6 @@ def test_a_run_writes_what_it_promises(pretrain, capsys):
     said, shown = capsys.readouterr()
     assert "training: 100%" in shown and "8 held-out images" in said
     assert f"wrote {folder}" in said and f"next: mpp fewshot --encoder {folder}\n" in said
-    assert mpp.load_encoder(folder)(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
 
 
 def logged(folder):
@@ -141,7 +141,7 @@ def test_accumulation_equals_the_big_batch(pretrain, finished_run, tmp_path):
 
 def test_a_finished_run_says_so_and_changes_nothing(pretrain, trained, capsys):
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    pretrain("--run.log_every=3", "--data.batch_size=2")  # operational settings may differ
+    pretrain("--run.log_every=3", "--data.batch_size=2", "--data.workers=7", "--run.checkpoint_every=9")  # may differ
     assert f"{trained} is finished: 4 steps" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
 
@@ -252,8 +252,6 @@ def test_what_is_not_finite_is_named_and_saves_nothing_of_it(pretrain, tmp_path,
 
 
 def test_images_smaller_than_the_crop_and_one_pixel_are_fine(pretrain, tmp_path):
-    images = tmp_path / "images"
-    images.mkdir()
-    for number, size in enumerate([(1, 1), (3, 200), (7, 5), (64, 64)] * 3):
-        (images / f"{number}.png").write_bytes(encoded(picture(number, size)))
+    sizes = enumerate([(1, 1), (3, 200), (7, 5), (64, 64)] * 3)
+    images = write(tmp_path / "images", {f"{number}.png": encoded(picture(number, size)) for number, size in sizes})
     assert read_metrics(pretrain(f"--data.path={images}"), "unreadable")[4] == 0

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import HANGS, close, launched, read_metrics, tiny_without, write_pictures
+from conftest import HANGS, TINY_TUNING, close, launched, read_metrics, tiny_without, write_pictures
 from safetensors.torch import load_file, save_file
 from server import Command, at_update, begin, context, environments_of, fails, finish, free_port
 
@@ -116,7 +116,7 @@ def note_means(folder):
 def test_processes_judge_the_batch_norm_that_is_exported(tmp_path):
     """Each process has running means of its own images; those of the main process are exported."""
     options = ["--model.name=test_resnet", "--model.img_size=64", "--run.steps=2", f"--run.dir={tmp_path / 'run'}"]
-    words = (*tiny_without("--probe", "--model"), *options)
+    words = (*TINY_TUNING, *options)
     finish(Command("supervised", *words, processes=2, prepare=partial(note_means, tmp_path)))
     means = [load_file(tmp_path / f"{rank}.safetensors")["means"] for rank in range(2)]
     assert torch.equal(*means) and means[0].abs().sum() > 0

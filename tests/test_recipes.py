@@ -8,7 +8,7 @@ import runpy
 
 import datasets
 import pytest
-from conftest import ROOT, encoded, picture, put_picture, read_json, tiny_without, write_pictures
+from conftest import ROOT, TINY_TUNING, encoded, picture, put_picture, read_json, write_pictures
 from model_inputs import HALVES, small_vit
 from timm.data import ImageNetInfo
 
@@ -18,7 +18,7 @@ from mpp.config.parsing import parse
 from mpp.models.descriptions import export_encoder
 
 CONFIGS = ROOT / "configs"
-FEW = (*tiny_without("--probe", "--model"), "--run.steps=1", "--lrs=0.01", "--data.eval_images=6")
+FEW = (*TINY_TUNING, "--run.steps=1", "--lrs=0.01", "--data.eval_images=6")
 
 
 LAYOUTS = {  # splits, column of images, and columns of classes with their number, as a dataset is published

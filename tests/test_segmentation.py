@@ -77,19 +77,19 @@ def images_with_masks(images, masks):
     return datasets.concatenate_datasets([dataset_of(images), of_masks], axis=1)
 
 
-def masked_parquet(folder, count=16, broken=(), without=(), number=lambda mask: mask):
-    """A folder of images that equal their masks, half of them held out.
+def masked_parquet(folder, broken=(), without=(), number=lambda mask: mask):
+    """A folder of 16 images that equal their masks, half of them held out.
 
     Args:
         broken: images whose masks are no images.
         without: images that are left out.
         number: classes to the numbers in the files of the masks.
     """
-    masks = [blocks(seed, (40, 48)) for seed in range(count)]
+    masks = [blocks(seed, (40, 48)) for seed in range(16)]
     files = [b"none" if index in broken else encoded(number(mask)) for index, mask in enumerate(masks)]
     rows = images_with_masks([encoded(in_rgb(mask * GREY)) for mask in masks], files)
     folder.mkdir()
-    for split, half in (("train", range(count // 2)), ("test", range(count // 2, count))):
+    for split, half in (("train", range(8)), ("test", range(8, 16))):
         rows.select([index for index in half if index not in without]).to_parquet(folder / f"{split}.parquet")
     return str(folder)
 

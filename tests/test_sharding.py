@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import ADAM, TINY, close, exported, launched, read_metrics, tiny_without
+from conftest import ADAM, TINY, TINY_TUNING, close, exported, launched, read_metrics
 from conftest import same as same_bits
 from server import Command, begin, die_at, finish, was_killed
 
@@ -119,9 +119,8 @@ def test_every_kind_of_encoder_can_be_sharded(tmp_path, pretrain):
 )
 def test_supervised_and_contrastive_training_too(tmp_path, module, options):
     """A ResNet has batch norms, whose means are each process's own until they are judged."""
-    plain = tiny_without("--probe", "--model")
     for kind in ("shards", "copies"):
-        words = (*plain, *options, "--run.steps=2", f"--run.dir={tmp_path / kind}")
+        words = (*TINY_TUNING, *options, "--run.steps=2", f"--run.dir={tmp_path / kind}")
         finish(Command(module, *words, processes=2, sharded=kind == "shards"))
     close(tmp_path / "shards", tmp_path / "copies", "heldout/loss", "heldout/accuracy", abs=1e-4)
 

@@ -8,7 +8,8 @@ import re
 import pytest
 import slurm
 import yaml
-from conftest import ROOT, TINY, finished, start_command, wait_until, weights_of
+from conftest import ROOT, TINY, finished, wait_until, weights_of
+from test_faults import launch
 
 from mpp.runtime.signals import MARKER
 from mpp.training.checkpoint import newest_step
@@ -65,8 +66,7 @@ def script(tmp_path, monkeypatch):
 def undisturbed(tmp_path_factory):
     """The encoder of two processes that is undisturbed."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    launch = ("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0", "mpp/pretrain.py")
-    ended = finished(start_command(*launch, *LONG, f"--run.dir={folder}"))
+    ended = finished(launch(folder, *LONG))
     assert ended.returncode == 0, ended.stderr
     return weights_of(folder)
 

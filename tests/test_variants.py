@@ -50,10 +50,10 @@ def predictor(encoder):
     return MaskedPatchPredictor(encoder, 5, *HALVES)
 
 
-def permute_patches(images, order, side=8):
+def permute_patches(images, order):
     """The images with their patches in another order."""
-    patches = F.unfold(images, side, stride=side)
-    return F.fold(patches[..., order], images.shape[-2:], side, stride=side)
+    patches = F.unfold(images, 8, stride=8)
+    return F.fold(patches[..., order], images.shape[-2:], 8, stride=8)
 
 
 def export(encoder, run):

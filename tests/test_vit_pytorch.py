@@ -32,14 +32,6 @@ def their_class(images, **settings):
     return number % 8, number // 8 % 8, number // 64
 
 
-def test_it_puts_the_mask_into_pixels_and_the_paper_into_embeddings():
-    model = their_model(replace_prob=1.0, random_patch_prob=0.0)
-    clean, seen = patches_before_and_in_the_embedding(model)
-    masked = (seen == model.mask_token).all(-1)
-    assert masked.sum(1).eq(math.ceil(0.15 * 64)).all()
-    assert torch.equal(seen[~masked], clean[~masked])
-
-
 def test_it_corrupts_15_percent_half_masked_half_random_and_keeps_none():
     """The paper, and ours: 50 %, of which 80, 10 and 10 % are masked, random and kept (test_corruption.py)."""
     model = their_model()

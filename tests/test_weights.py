@@ -237,13 +237,6 @@ def test_other_sizes_and_channels_are_timms(name, tmp_path):
         assert holds(ours, by_timm(tmp_path / "encoder", in_chans=channels, img_size=size).state_dict())
 
 
-def test_tables_of_an_oblong_are_taken_for_its_own_size_alone(tmp_path):
-    weights = written("beit_base_patch16_224", tmp_path / "encoder", size=(32, 96))
-    assert holds(begun("beit_base_patch16_224", tmp_path / "encoder", img_size=(32, 96)), weights)
-    with refused(r"model\.init_from is .*\(32, 96\) pixels, which fit this size alone"):
-        begun("beit_base_patch16_224", tmp_path / "encoder", img_size=(96, 32))
-
-
 def test_names_of_dinov3s_authors_are_timms(tmp_path):
     """Original names, a bias of all of qkv, and buffers that timm computes."""
     weights = written(DINOV3, tmp_path / "encoder")

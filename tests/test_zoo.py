@@ -1,13 +1,12 @@
 """The encoders that come with mpp load by their names, in mpp and in timm, and are those that their pages describe."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-import timm
 import torch
-from conftest import ROOT
+from conftest import ROOT, read_json
+from model_inputs import by_timm
 from safetensors.torch import load_file
 
 import mpp
@@ -20,12 +19,11 @@ LARGEST_MB = 3
 @pytest.mark.parametrize("folder", ENCODERS, ids=lambda folder: folder.name)
 def test_an_encoder_loads_by_its_name_gives_the_features_of_timm_and_is_the_one_of_its_card(folder):
     encoder = mpp.load_encoder(f"zoo:{folder.name}")
-    by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     torch.manual_seed(0)
     images = torch.randn(4, 3, *encoder.patch_embed.img_size)
     with torch.inference_mode():
         features = encoder.forward_features(images)
-        torch.testing.assert_close(features, by_timm.forward_features(images), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(features, by_timm(folder).forward_features(images), rtol=1e-4, atol=1e-4)
     assert features.std() > 0.1
     weights = folder / "model.safetensors"
     assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
@@ -40,7 +38,7 @@ def test_an_encoder_loads_by_its_name_gives_the_features_of_timm_and_is_the_one_
 def test_the_page_says_what_was_measured_on_these_files():
     """Figures of the page are those of a comparison whose encoder is the file itself, known by its fingerprint."""
     page = (ZOO_FOLDER / "README.md").read_text(encoding="utf-8")
-    rows = json.loads((ROOT / "evaluation/results/race_cifar10/results.json").read_text())["results"]
+    rows = read_json(ROOT / "evaluation/results/race_cifar10/results.json")["results"]
     assert ENCODERS
     for folder in ENCODERS:
         (shown,) = re.findall(rf"^\| `zoo:{folder.name}` \|(.*)\|$", page, re.MULTILINE)
