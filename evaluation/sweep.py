@@ -149,7 +149,11 @@ def evaluation_entries(config: SweepConfig, is_cut: bool) -> list[EvaluationEntr
         has_test = "test" in flatten(EVALUATIONS[entry.command].config_class()())
         allowed = "one with a setting `test`; with data.eval_split null in settings, which cuts a dev split, any"
         require(is_cut or has_test, "evaluate: command", entry.command, allowed)
-    return entries if is_cut else [replace(entry, options=entry.options | {"test": False}) for entry in entries]
+        if not is_cut:
+            entry.options["test"] = False
+        elif "data.path" in entry.options:  # images of its own, whose test images are not used either
+            entry.options[SPLIT] = None
+    return entries
 
 
 # --- what the results say ---

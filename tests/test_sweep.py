@@ -17,6 +17,7 @@ from test_comparison_tables import ROW
 
 from evaluation import compare, fewshot, knn, linear, sweep
 from evaluation.compare import settings_to_train, step_flops
+from evaluation.comparison.cases import evaluation_settings
 from evaluation.comparison.digests import case_digest
 from evaluation.comparison.rows import frame_of
 from evaluation.comparison.tables import DIFFERENCES, write_comparison
@@ -124,6 +125,12 @@ def test_mistakes_are_named_before_the_first_trial(small, monkeypatch, change, m
     small.config |= change
     with refused(message):
         small.sweep()
+
+
+def test_an_evaluation_on_images_of_its_own_leaves_their_test_images_alone(small):
+    small.config["settings"][SPLIT] = None
+    small.config["evaluate"] = KNN | {"options": {"data.path": "b"}}
+    assert evaluation_settings(small.plan().cases[0]).data.eval_split is None
 
 
 def test_equal_compute_gives_inversely_scaled_steps_and_one_warm_up(small):

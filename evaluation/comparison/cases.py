@@ -33,7 +33,7 @@ from evaluation.frozen.run_images import (
 )
 from evaluation.registry import EVALUATIONS, Evaluation
 from evaluation.supervision.classifiers import DISTILL_TEACHER, with_teacher_digest
-from mpp.config import HOW_READ, Config, flatten, require, show
+from mpp.config import HOW_READ, Config, flatten, require, settings_of, show
 from mpp.config.parsing import as_command_line, read, spread
 from mpp.data.loader import BatchLayout
 from mpp.errors import UserError
@@ -116,8 +116,10 @@ def entries_of(kind: type, values: Sequence[dict[str, Any]], key: str) -> list[A
         refuse_options(getattr(entry, "options", {}), decided, f"{key}: {entry.name}: options")
         command = getattr(entry, "command", None)
         require(command is None or command in EVALUATIONS, f"{key}: command", command, " or ".join(EVALUATIONS))
-        options = getattr(entry, "options", None)
-        entries.append(replace(entry, options=dict(spread(options, {}))) if options else entry)
+        if hasattr(entry, "options"):
+            known = {each.key: each for each in settings_of(EVALUATIONS[command].config_class()())} if command else {}
+            entry = replace(entry, options=dict(spread(entry.options, known)))
+        entries.append(entry)
     names = [entry.name for entry in entries]
     require(len(set(names)) == len(names), f"{key}: names", names, "all different")
     return entries

@@ -103,8 +103,9 @@ class Watch:
         """Whether the evaluation that was logged last has better features than the encoder that is kept as the best."""
         folder, probe = self.tracker.folder, self.config.probe
         kept = saved_config(folder / BEST).get("step")
-        lines = {line["step"]: line for line in evaluations(read_history(folder))}
-        return has_better_features(*[*lines.values()][-1:], lines.get(kept), bool(probe and probe.every))
+        lines = evaluations(read_history(folder))
+        of_kept = next((line for line in lines if line["step"] == kept), None)
+        return has_better_features(lines[-1], of_kept, bool(probe and probe.every))
 
 
 def print_warnings(warnings: dict[str, str]) -> None:
