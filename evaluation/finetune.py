@@ -41,7 +41,7 @@ def train_once(config: FinetuneConfig, lr: float, on_dev: bool, loaded: LoadedSp
         A result: its outcomes and figures at the end, the only time that it is evaluated; pflop: executed;
         device_hours: hours times devices; dev_accuracy: on training images that the run left out, where it did.
     """
-    steps = config.dev_steps if on_dev and config.dev_steps else config.run.steps
+    steps = min(config.dev_steps or config.run.steps, config.run.steps) if on_dev else config.run.steps
     settings = flatten(config) | {
         "lrs": (lr,),
         "dev_steps": None,

@@ -219,7 +219,7 @@ def draw_attention_distance(subject: Subject) -> Drawing:
     lines = {mean: dict(enumerate(distances.mean(1), 1)), "uniform attention": dict.fromkeys(depths, uniform)}
     figure = plot_series(lines, "mean attention distance (pixels)", "depth (blocks)")
     figure.axes[0].plot(depths, distances, "o", color="0.6", markersize=3, zorder=1)  # a dot for each head
-    figure.axes[0].set_ylim(0, None)
+    figure.axes[0].set_ylim(0, 1.1 * max(distances.max(), uniform))
     return figure, {"images": count, "uniform_attention": uniform, "distance_by_depth_and_head": distances}
 
 

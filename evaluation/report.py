@@ -303,7 +303,7 @@ def evaluation_blocks(folder: Path) -> list[Block]:
             matrices.append(image_as_picture(confusion, f"Confusion matrix of {file.stem}"))
     if not rows:
         return [*problems, Text(f"Few-shot, linear probe: not run yet (mpp fewshot --encoder {folder})")]
-    value = "value (95% interval over test images)"
+    value = "value (95% interval over images)"
     headings = ["evaluation", "case", "score", value, "without an image", "random weights"]
     return [Table(headings, rows, "Results of the evaluation commands"), *matrices, *problems]
 
@@ -318,7 +318,8 @@ def rows_of_evaluation(file: Path, report: dict[str, Any]) -> list[list[str]]:
     for case, scores in (report.get("summary") or summarize_accuracies(seeded, "seed")).items():
         random = kind.text_of_scores(of_random[case]) if case in of_random else not_evaluated
         value, baselines = kind.text_of_scores(scores), describe_baselines(report)
-        rows.append([file.stem, case, kind.score_title, value, baselines, random])
+        name = file.stem if report.get("protocol", {}).get("test", True) else f"{file.stem} (training images)"
+        rows.append([name, case, kind.score_title, value, baselines, random])
     return rows
 
 

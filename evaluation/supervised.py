@@ -287,7 +287,7 @@ def finish(run: Path, folder: Path, writes_page: bool) -> None:
         folder: the run's, or that of its fine-tuning, which gets the classifier, too.
     """
     if not (run / CLASSIFIER).is_dir():
-        print(f"no {CLASSIFIER}/ for timm, where a head is linear (head.kind linear) and one")
+        print(f"no {CLASSIFIER}/ for timm, which takes one head, a linear one (--head.kind linear)")
     else:
         if folder != run:
             with complete(folder / CLASSIFIER) as partial:

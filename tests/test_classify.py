@@ -236,6 +236,11 @@ def test_finetuning_compares_rates_on_dev_over_dev_steps_and_tests_once(tmp_path
     assert f"next: mpp predict --classifier {tested} --data.path" in capsys.readouterr().out
 
 
+def test_dev_runs_are_as_short_as_the_run(tmp_path, encoder):
+    fine_tune(tmp_path, encoder, "--lrs=[0.1,0.2]", "--dev_steps=9", "--run.steps=1")
+    assert list(read_metrics(tmp_path / "dev_lr_0.1", "heldout/accuracy")) == [1]
+
+
 def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypatch, finetunings):
     evaluated = noted(monkeypatch, Classification, "measure_outcomes", 2)
     options = ("--data.train_images=40", "--data.workers=1", "--data.eval_images=1000", "--run.steps=1")

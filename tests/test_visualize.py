@@ -17,6 +17,7 @@ from scipy.spatial.distance import cdist
 from torch.testing import assert_close
 
 from evaluation.config import EVERY
+from evaluation.figures.images import grid_of_images
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.patches.features import patch_features
 from evaluation.pictures import (
@@ -226,6 +227,12 @@ def test_predictions_of_every_network_and_target(pretrain, tmp_path, setting, ce
     is_grey = "maskfeat" in setting  # HOG has no picture
     assert (saved["predicted"][corrupted] != saved["true"][corrupted]).any() == (not is_grey)
     assert (saved["true"] == original).all() == ("mae" in setting)
+
+
+def test_a_bar_is_of_values_and_not_of_colours():
+    colours, values = np.zeros((2, 2, 3)), np.ones((2, 2))
+    assert len(grid_of_images([colours, colours], 2, "t", bar="bits").axes) == 2
+    assert len(grid_of_images([colours, values], 2, "t", bar="bits").axes) == 3
 
 
 @pytest.mark.faults

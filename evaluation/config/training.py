@@ -114,7 +114,7 @@ class FinetuneConfig(TrainingConfig):
     dev_fraction: float = setting(0.1, above=0, below=1)
     """Dev split as a share of the training images (paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
     dev_steps: int | None = setting(None, at_least=1)
-    """Steps of the runs that compare rates, each with a whole schedule. null: run.steps."""
+    """Steps of the runs that compare rates, each with a whole schedule; at most, and with null, run.steps."""
     task: LabelTask = "auto"
     """Kind of label: see `mpp linear --help`. Mixup, CutMix, label smoothing and a teacher are for one class."""
     loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})

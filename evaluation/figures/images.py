@@ -50,7 +50,7 @@ def grid_of_images(
         axes.set_title(text or "", fontsize=8)
         if image is not None:
             axes.imshow(image, VALUE_COLORS, colors, interpolation="nearest", extent=(0, width, height, 0))
-    if bar and colors.scaled():
+    if bar and any(image.ndim == 2 for image in images):
         figure.colorbar(ScalarMappable(colors, VALUE_COLORS), ax=grid, label=bar, shrink=min(1, 2 / rows))
     return figure
 

@@ -401,8 +401,8 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
 def print_images(report: dict[str, Any], baselines: str = "") -> None:
     """Print the baselines that no table has, and what the intervals are of."""
     if "labels" in report:
-        split = "test" if report.get("protocol", {}).get("test", True) else "dev"
-        images = f"{counted(report['labels']['images'], f'{split} image')}, 95% intervals over these"
+        on_dev = not report.get("protocol", {}).get("test", True)
+        images = f"{counted(report['labels']['images'], 'dev image' if on_dev else 'image')}, 95% intervals over these"
         way = way_to_random_weights(report)
         print("; ".join(filter(None, [baselines, way and f"random weights: not evaluated ({way})", images])))
 

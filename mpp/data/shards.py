@@ -220,7 +220,8 @@ def open_shards(config: SourceConfig) -> tuple[Shards, Shards]:
         stream = without_decoding(streams[held_out], column)
         return train, replace(train, stream=stream, split=held_out, numbers=list(range(stream.num_shards)))
     count = max(1, round(config.eval_fraction * len(numbers)))
-    allowed = f"smaller: {source} has {len(numbers)} shards, of which some must be left; or name data.eval_split"
+    more = "name data.eval_split, or make smaller shards (mpp prepare --rows N)"
+    allowed = f"a share of {counted(len(numbers), 'shard')} of {source} that leaves one; or {more}"
     require(count < len(numbers), "data.eval_fraction", config.eval_fraction, allowed)
     order = permutation(Stream.CUT, config.cut_seed, 0, len(numbers)).tolist()
     held_out_shards = replace(train, split="held out", numbers=sorted(order[:count]))

@@ -17,7 +17,7 @@ from accelerate.utils import release_memory
 
 from mpp.config import TrainingConfig, changed_settings, flatten
 from mpp.config.imports import import_words
-from mpp.config.parsing import to_yaml
+from mpp.config.parsing import as_command_line, to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments, with_moments
 from mpp.data.remote import resolve_commit
@@ -120,10 +120,9 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
 
 
 def describe_overrides(config: TrainingConfig) -> str:
-    """The run folder and the settings that are not the defaults, in a line."""
-    settings = changed_settings(config.in_named_folder())
-    named = " ".join(f"{key}={value}" for key, value in settings.items())
-    return f"settings: {named} (all of them: --run.print_config true)"
+    """The run folder and the settings that are not the defaults, in a line, as they are given."""
+    words = as_command_line(changed_settings(config.in_named_folder()))
+    return f"settings: {shlex.join(words)} (all of them: --run.print_config true)"
 
 
 def build_and_train(

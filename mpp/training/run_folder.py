@@ -228,11 +228,15 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> No
     require(steps >= done, "run.steps", steps, allowed)
     same = same_until(config, before, done)
     if same < done:
+        kept = [step for step in kept_steps(folder) if step <= same]
+        way = (
+            f"branch from an earlier step (--run.branch_from {folder}@{kept[-1]} --run.dir NEW)"
+            if kept
+            else (f"begin a new run from its encoder (--model.init_from {folder})")
+        )
         raise UserError(
             f"{folder} is a run that cannot continue with this length or schedule: the learning rate, or the decay of "
-            f"the teacher's average, of step {same} would have been another; branch from an earlier checkpoint "
-            f"(--run.branch_from {folder}@STEP --run.dir NEW), or begin a new run, best with optim.schedule wsd, which "
-            "can grow"
+            f"the teacher's average, of step {same} would have been another; {way}"
         )
 
 
