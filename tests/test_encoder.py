@@ -199,3 +199,6 @@ def test_no_encoder_there(tmp_path, exported):
     for source in (tmp_path, tmp_path / "half", "zoo:large"):
         with refused("no encoder at"):
             mpp.load_encoder(source)
+    (tmp_path / "half" / "checkpoints").mkdir()
+    with refused("half, a run that is not finished"):
+        mpp.load_encoder(tmp_path / "half")

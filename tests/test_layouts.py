@@ -163,7 +163,7 @@ REFUSED = {
     "two labels": Layout(TWO, "two rows of .*a.png with other labels", table("a.png,p", "b.png,q", "a.png,q")),
     "two lists": Layout(TWO, "data.labels must name", table("a.png,p") | {"metadata.csv": f"{LIST}a.png,p\n"}),
     "no names": Layout(
-        TWO, "file_column is None; .* file names in a.csv", {"a.csv": "a,b\n1,2\n"}, {"labels": "a.csv"}
+        TWO, "file_column is None; .* file names in a.csv, which has a, b", {"a.csv": "a,b\n1,2\n"}, {"labels": "a.csv"}
     ),
     "a cell too many": Layout(TWO, "labels.csv cannot be read: .*line 3", table("a.png,p", "b.png,q,r")),
     "latin-1": Layout(

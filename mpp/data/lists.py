@@ -126,7 +126,8 @@ def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
     tables = {path: read_list(path, config) for path in paths}
     lists = {path: table for path, table in tables.items() if IMAGE in table}
     if not lists and (config.labels or config.file_column):
-        rule = f"it must be the column of file names in {config.labels or tree.root}"
+        columns = dict.fromkeys(name for table in tables.values() for name in table)
+        rule = f"it must be the column of file names in {config.labels or tree.root}, which has {', '.join(columns)}"
         raise UserError(f"data.file_column is {config.file_column}; {rule}")
     unused = tables.keys() - lists.keys()
     tree.leave_out("tables without a column of file names (data.file_column names one)", *unused)

@@ -73,6 +73,8 @@ def encoder_folder(path: Path, setting: str = "encoder") -> Path:
     pickles = [file for file in (path, *sorted(path.glob("*"))) if file.suffix in PICKLES and file.is_file()]
     if pickles and not (path / WEIGHTS).is_file():
         raise UserError(f"{setting} is {path}, which cannot be read: {describe_conversion(pickles[0])}")
+    if (path / "checkpoints").is_dir():
+        raise UserError(f"{setting} is {path}, a run that is not finished: the command that started it continues it")
     raise UserError(f"no encoder at {path}; {setting} must be {ENCODER_PLACES}")
 
 
