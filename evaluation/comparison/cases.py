@@ -17,11 +17,7 @@ import timm
 from accelerate import Accelerator
 
 from evaluation import contrastive, supervised
-from evaluation.config import (
-    CompareConfig,
-    ContrastiveConfig,
-    SupervisedConfig,
-)
+from evaluation.config import CompareConfig, ContrastiveConfig, SupervisedConfig
 from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEntry, Options, Question
 from evaluation.frozen.run_images import (
     EVALUATED_SETTINGS,
@@ -342,7 +338,7 @@ def evaluation_settings(case: Case) -> Any:
         options = case.dataset.options | options | entry.options
         inherited = reading_options(case.encoder)
         if "config" in case.entry.options:
-            options = instead_of_recipe(case, options) | options
+            options = images_beside_recipe(case, options) | options
     options = options | {"encoder": entry.encoder}
     if case.kind == "frozen features":
         options |= {"random": entry.random, "seed": seed}
@@ -352,8 +348,8 @@ def evaluation_settings(case: Case) -> Any:
     return settings_of_seed(case.evaluation.config_class(), options, seed, inherited)
 
 
-def instead_of_recipe(case: Case, options: Options) -> Options:
-    """The usual settings of images, where the recipe of an evaluation (`config`) has those of another dataset.
+def images_beside_recipe(case: Case, options: Options) -> Options:
+    """The usual settings of images where the recipe of an evaluation (`config`) is for another dataset; {}: it is not.
 
     Raises:
         UserError: the recipe has a dataset, and the entry of the images names no path.
@@ -362,9 +358,8 @@ def instead_of_recipe(case: Case, options: Options) -> Options:
     path = read(usual, as_command_line({"config": recipe})).data.path
     if path is None or options.get("data.path") == path:
         return {}
-    require(
-        "data.path" in options, f"datasets: {case.dataset.name}: data.path", "missing", f"there: {recipe} has {path}"
-    )
+    key = f"datasets: {case.dataset.name}: data.path"
+    require("data.path" in options, key, "missing", f"there: {recipe} has {path}")
     return {f"data.{name}": getattr(usual.data, name) for name in EVALUATED_SETTINGS if name not in HOW_READ}
 
 

@@ -229,11 +229,9 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> No
     same = same_until(config, before, done)
     if same < done:
         kept = [step for step in kept_steps(folder) if step <= same]
-        way = (
-            f"branch from an earlier step (--run.branch_from {folder}@{kept[-1]} --run.dir NEW)"
-            if kept
-            else (f"begin a new run from its encoder (--model.init_from {folder})")
-        )
+        way = f"begin a new run from its encoder (--model.init_from {folder})"
+        if kept:
+            way = f"branch from an earlier step (--run.branch_from {folder}@{kept[-1]} --run.dir NEW)"
         raise UserError(
             f"{folder} is a run that cannot continue with this length or schedule: the learning rate, or the decay of "
             f"the teacher's average, of step {same} would have been another; {way}"

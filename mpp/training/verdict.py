@@ -202,7 +202,8 @@ def has_better_features(line: Line, kept: Line | None, is_probed: bool) -> bool:
     Args:
         is_probed: whether the run probes: then by the probe, which not every evaluation has; otherwise by the score.
     """
-    score, of_kept = (each and score_of_features(each, is_probed) for each in (line, kept))
+    score = score_of_features(line, is_probed)
+    of_kept = None if kept is None else score_of_features(kept, is_probed)
     return score is not None and (of_kept is None or score > of_kept)
 
 
