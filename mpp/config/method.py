@@ -111,8 +111,8 @@ class ObjectiveConfig(Settings):
     """Half-life of the moving average at the start and at the end of the run, as shares of the run's steps; linear in
     between. Numbers from 1 are steps: two equal ones suit runs of any length."""
     predict_nodata: Literal[True] = True
-    """Predict patches without any data (data.nodata, or a TIFF's own tag) like all others. Features gain little without
-    them: see "Patches without a value" of evaluation/results/README.md."""
+    """Predict patches without any data (data.nodata, or a TIFF's own tag) like all others. Features gained little
+    without them."""
     stop_on_collapse: Literal[False] = setting(False, needs={"objective.name": "features"}, operational=True)
     """A run whose targets have become the same for all patches is not ended: a warning says so."""
     export: Literal["student", "teacher"] = setting(
