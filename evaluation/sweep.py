@@ -91,6 +91,8 @@ def plan_sweep(config: SweepConfig) -> Plan:
     allowed = "null with train supervised, which learns the labels of all training images except the ones it cuts off"
     can_cut = is_cut or config.train != "supervised"
     require(can_cut, "settings: data.eval_split", base.data.eval_split, allowed)
+    if is_cut:
+        note("the dev split is what other commands test on, if these images have no split `test` or `validation`")
 
     varied = list(dict.fromkeys(key for options in (grid, *points) for key in options if key != SEED))
     if config.compute is not None and BATCH in varied:  # each number of steps would have a warm-up of its own

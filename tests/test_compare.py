@@ -79,7 +79,7 @@ def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, mon
         ("", "fewshot has not written {results: .*FileNotFoundError"),
         ('{"results": [{"shots": 5}], "protocol": {}}', "fewshot has not written {results: .*KeyError.'accuracy'"),
         (
-            '{"results": [{"k": 1, "accuracy": 0.5}, {"k": 5, "accuracy": 0.6}], "protocol": {}}',
+            '{"results": [{"depth": 1, "accuracy": 0.5}, {"depth": 2, "accuracy": 0.6}], "protocol": {}}',
             "fewshot has several results of the same case and seed: give each a `case`",
         ),
     ],

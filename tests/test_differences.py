@@ -73,7 +73,7 @@ def test_scores_of_images_travel_with_published_rows(tmp_path):
     write_scores(tmp_path, rows)
     without = [{key: value for key, value in row.items() if key != "scores"} for row in rows]
     file = tmp_path / "results.json"
-    file.write_text(json.dumps({"results": without}))
+    file.write_text(json.dumps({"results": [*without, without[0] | {"evaluation": "again"}]}))  # one result, two names
     (published,), (other,) = read_published(str(file)).values()
     assert differences_of(published, other) == differences_of(*rows)
     assert (tmp_path / "scores.npz").stat().st_size < 1000  # 500 images each
@@ -115,6 +115,10 @@ def test_seeds_that_are_not_shared_vary_around_the_mean_of_each():
     variances, _, freedom = variances_over_seeds(frame_of_seeds([accuracies, [0.5]]))
     assert freedom == 2
     assert variances == pytest.approx([np.var(accuracies, ddof=1) / 3, 0])
+    fewer = [0.50, 0.58]
+    variances, _, freedom = variances_over_seeds(frame_of_seeds([accuracies, fewer]))
+    pooled = (2 * np.var(accuracies, ddof=1) + np.var(fewer, ddof=1)) / 3
+    assert freedom == 3 and variances == pytest.approx([pooled / 3, pooled / 2])
 
 
 @pytest.mark.parametrize("encoders", [3, 8])

@@ -16,7 +16,7 @@ from mpp.config import DataConfig, ImagesConfig, SourceConfig
 from mpp.data.columns import read_cell
 from mpp.data.overview import warn_of_labels
 from mpp.data.remote import announce_hub_lookup
-from mpp.data.sources import find_held_out_split, image_arguments, load_image_datasets
+from mpp.data.sources import find_held_out_split, image_arguments, label_images, load_image_datasets, load_splits
 from mpp.runtime.randomness import FIXED_VIEW
 
 
@@ -121,6 +121,9 @@ def test_several_labels_may_be_right_on_the_held_out_split(tmp_path):
     assert train.labels.tolist() == [0, 1, 2] * 4
     assert test.labels.tolist() == [[0, 2], [-1, -1], [1, -1]] * 4
     assert test.labelled().labels.tolist() == [[0, 2], [1, -1]] * 4
+    alone = {"test": load_splits(ImagesConfig(path=str(tmp_path)))["test"]}
+    (predicted,) = label_images(DataConfig(path=str(tmp_path), eval_label_column="real"), alone, "image")
+    assert predicted.labels.tolist() == test.labels.tolist()
     assert views_of(test)[FIXED_VIEW, 0].labels.tolist() == [0, 2]
 
 

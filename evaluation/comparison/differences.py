@@ -105,9 +105,9 @@ def covariance_over_images(rows: pd.DataFrame) -> tuple[NDArray, int]:
 def variances_over_seeds(rows: pd.DataFrame, seed: str = "encoder_seed") -> tuple[NDArray, list[int], int]:
     """The variances (K,) of means over seeds, 0 of one seed; the numbers of seeds; the degrees of freedom.
 
-    Seeds that all encoders of several have are paired: what a seed does to all, such as the choice of their labels, is
-    no part of it. Of two encoders it is half of the variance of their differences, by n - 1. Otherwise it is the pooled
-    variance around the mean of each.
+    If all encoders of several have the same seeds, these are paired: what a seed does to all, such as the choice of
+    their labels, is no part of it. Of two encoders it is half of the variance of their differences, by n - 1. Otherwise
+    it is the pooled variance around the mean of each.
 
     Args:
         seed: column of the seeds: of the encoders or, with "seed", of draws such as those of few-shot.
@@ -115,8 +115,8 @@ def variances_over_seeds(rows: pd.DataFrame, seed: str = "encoder_seed") -> tupl
     by_seed = rows.pivot_table("accuracy", "encoder", seed, sort=False)
     seeds = by_seed.count(axis=1)
     several = by_seed[seeds > 1]
-    paired = several.dropna(axis=1).to_numpy()
-    if min(paired.shape) > 1:
+    paired = several.dropna(axis=1, how="all").to_numpy()
+    if len(paired) > 1 and not np.isnan(paired).any():
         residuals = paired - paired.mean(1, keepdims=True) - paired.mean(0) + paired.mean()
         freedom = (paired.shape[0] - 1) * (paired.shape[1] - 1)
     else:

@@ -88,10 +88,15 @@ def in_columns(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def means_of_groups(scores: pd.DataFrame) -> pd.DataFrame:
-    """Means over the datasets of each group, as rows of a dataset: of the seeds that have a score on all of them."""
+    """Means over the datasets of each group, as rows of a dataset: of the seeds that have a score on all of them.
+
+    A group whose scores are of several kinds, such as accuracy and R2, has none.
+    """
     keys = ["encoder", "encoder_seed", "seed", "evaluation", "case", "kind", "group"]
     by_seed = scores.groupby(keys, sort=False)  # without rows that are in no group
-    means = by_seed.agg({"accuracy": "mean", "dataset": "nunique", "score": "first"}).reset_index()
+    means = by_seed.agg({"accuracy": "mean", "dataset": "nunique", "score": "first"})
+    is_of_one_kind = by_seed.score.nunique(dropna=False) == 1
+    means = means[is_of_one_kind].reset_index()
     is_complete = means.dataset == means.group.map(scores.groupby("group").dataset.nunique())
     means = means.assign(dataset="mean " + means.group.astype(str), group=None)
     return means[is_complete].reindex(columns=scores.columns)
@@ -159,7 +164,7 @@ def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[R
     chosen = protocol.get("chosen_depth")
     labels = {key: value for key, value in report.get("labels", {}).items() if key in ("images", "baselines") and value}
     for result in results:
-        if result.get("depth", chosen) != chosen:
+        if chosen is not None and result.get("depth", chosen) != chosen:
             continue
         name = result.get("case", result.get(case.evaluation.case_key, ""))
         row = {"kind": "test" if is_tested else "validation", "case": str(name), "accuracy": result["accuracy"]}
@@ -227,10 +232,17 @@ def read_published(file: str | None) -> dict[str, list[Row]]:
         for row in results:
             if name_of(row) in scores:
                 row["scores"] = scores[name_of(row)].astype(float)
-            by_digest.setdefault(row["digest"], []).append(row)
+            of_digest = by_digest.setdefault(row["digest"], [])
+            if not of_digest or labels_of(row) == labels_of(of_digest[0]):  # the same results may have two names
+                of_digest.append(row)
     except (*NPZ_ERRORS, KeyError, TypeError):
         raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None
     return by_digest
+
+
+def labels_of(row: Row) -> list[Any]:
+    """The entries of a row that name its case."""
+    return [row.get(name) for name in ("encoder", "encoder_seed", "evaluation", "dataset", "group")]
 
 
 def write_scores(folder: Path, rows: Iterable[Row]) -> None:

@@ -87,16 +87,16 @@ def load_teacher(source: str, classes: int, channels: int = 3, class_names: Sequ
     """The teacher that the setting names.
 
     Args:
-        class_names: of the images, by which the order of the teacher's is known, if they are the same.
+        class_names: of the images, by which the order of the teacher's is known, if it has any of them.
     Raises:
-        UserError: no classifier there, or one of other classes or channels, or with these classes in another order.
+        UserError: no classifier there, or one of other classes or channels, or with some of these classes elsewhere.
     """
     teacher = load_classifier(source, channels, DISTILL_TEACHER)
     fits = teacher.label_kind == "class" and teacher.classes == classes
     require(fits, DISTILL_TEACHER, source, f"a classifier of one class per image, of {classes} as these images have")
     names = [*class_names[:classes]]
-    is_in_order = teacher.class_names == names or sorted(teacher.class_names) != sorted(names)
-    require(is_in_order, DISTILL_TEACHER, source, f"a classifier with classes in the order {', '.join(names)}")
+    is_in_order = teacher.class_names == names or not {*teacher.class_names} & {*names}  # or named by another language
+    require(is_in_order, DISTILL_TEACHER, source, f"a classifier with the classes {', '.join(names)}, in this order")
     return FrozenClassifier(teacher)
 
 

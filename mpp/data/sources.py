@@ -71,10 +71,10 @@ def label_images(
     """The images of each split, with their labels as arrays, classes by the same numbers in all.
 
     Args:
-        splits: the training split first; all others have the labels of held-out images.
+        splits: the training split first; all others than `data.split` have the labels of held-out images.
         label_kind: see `find_label_kind`.
     """
-    columns = [find_labels(config, rows, is_held_out=number > 0) for number, rows in enumerate(splits.values())]
+    columns = [find_labels(config, rows, is_held_out=split != config.split) for split, rows in splits.items()]
     kind = find_label_kind(label_kind, columns[0])
     numbered = read_labels(columns, kind)
     images = []
