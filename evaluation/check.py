@@ -64,7 +64,7 @@ def check(config: Config) -> Path:
     Raises:
         UserError: a setting or images with which the run would not begin either.
     """
-    asked, config = config, config.in_named_folder()
+    asked = config = config.in_named_folder()
     accelerator = start_alone(config.run, "a check is made")
     folder = Path(config.run.dir)
     config = resolve_config(config, accelerator)

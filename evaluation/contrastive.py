@@ -31,17 +31,16 @@ from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, ViewDataset
 from mpp.features.frozen import extract
-from mpp.features.metrics import Sums
+from mpp.features.metrics import Sums, count_right
 from mpp.models.adaptation import choose_trained, describe_adaptation
-from mpp.models.descriptions import learned_labels, licence_of
 from mpp.models.encoder import Normalize
 from mpp.models.plain import has_running_statistics
 from mpp.pretrain import print_next_steps
+from mpp.runtime.processes import ahead_of_others
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.runtime.start import run_main
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker
-from mpp.training.loop import due
 from mpp.training.run import train
 from mpp.training.task import ImageTask
 
@@ -118,19 +117,14 @@ class Contrastive(ImageTask):
         batch, shares = config.optim.global_batch_size, layout.share_count
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
         self.representation = config.head.pooling
-        begins_from = config.model.init_from
-        self.builds_on_labels = begins_from is not None and learned_labels(begins_from)
-        self.licence = licence_of(begins_from)
         self.model, self.img_size = self.build_model()
-        with accelerator.main_process_first():
+        with ahead_of_others(accelerator.is_main_process):
             all_train, self.held_out = load_image_datasets(config.data)
         self.train = all_train.to_train_on(config.data)
         allowed = f"from 2 to {len(self.train)}, all training images: an image is compared with others"
         fits = 1 < self.images_of_a_pass <= len(self.train)
         require(fits, "the number of images in a forward pass", self.images_of_a_pass, allowed)
-        evaluated = self.held_out.to_evaluate_on(config.data, config.data.eval_images)
-        self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
-        self.probe = self.build_probe(self.train, config.probe, begins_from)
+        self.begin_without_labels(config, self.train)
 
     def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder with the projection head; height and width of its images."""
@@ -173,11 +167,7 @@ class Contrastive(ImageTask):
         own = self.project(model, batch.images.to(self.accelerator.device, non_blocking=True))
         everyone = torch.cat(all_gather(own)) if self.layout.world_size > 1 else own  # gradients flow back to each
         losses, right = nt_xent(own, everyone, self.layout.rank * len(own), self.config.contrast.temperature)
-        right = right.double()
-        return losses.mean(), {"right": right.sum(), "views": torch.ones_like(right).sum()} if measure else {}
-
-    def describe(self, sums: Sums) -> dict[str, float]:
-        return {"accuracy": float(sums["right"] / sums["views"])}
+        return losses.mean(), count_right(right) if measure else {}
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
@@ -187,8 +177,6 @@ class Contrastive(ImageTask):
         scalars = {}
         for projections in projected:  # none on other processes than the main one
             scalars = self.measure_held_out(projections.to(self.accelerator.device))
-        if due(step, self.config.probe.every, self.config.run.steps):
-            scalars |= self.probe(model)
         return scalars
 
     def measure_held_out(self, projected: Tensor) -> dict[str, float]:

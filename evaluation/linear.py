@@ -94,8 +94,7 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
             learned=describe_learned(config.data, loaded, config.probe.task),
         )
 
-    of_features = partial(evaluate, config=config)
-    return run_probe(config, "linear", of_features, "solver", loaded, LABEL_KINDS, save if config.save else None)
+    return run_probe(config, "linear", evaluate, "solver", loaded, LABEL_KINDS, save if config.save else None)
 
 
 # --- logistic regression, on the features of one crop ---

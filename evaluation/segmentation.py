@@ -60,15 +60,14 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     with deaths_explained():
         encode = partial(patch_features, encoder, depths=depths)
         extracted = extract_patches(encode, depths, views, config, accelerator)
-        evaluate = partial(evaluate_readings, config=config)
-        report, head = evaluate_by_depth(config, extracted.by_depth, evaluate, "case")
+        report, head = evaluate_by_depth(config, extracted.by_depth, evaluate_readings, "case")
         if any(extracted.left_out.values()):
             report["left_out"] = extracted.left_out
         extracted.by_depth.clear()  # before those of a baseline are in memory, too
         report["baselines"] = {}
         for name, (depths_there, encode) in open_baselines(encoder, depths, config).items():
             by_depth = extract_patches(encode, depths_there, views, config, accelerator).by_depth
-            report["baselines"][name] = as_baseline(evaluate_by_depth(config, by_depth, evaluate, "case")[0])
+            report["baselines"][name] = as_baseline(evaluate_by_depth(config, by_depth, evaluate_readings, "case")[0])
 
     report = write_probe_report(path, report, "reading")
     if config.save:

@@ -55,7 +55,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
 from mpp.data.views import Batch, ViewDataset
 from mpp.errors import Unavailable
-from mpp.features.metrics import Sums, add_sums, is_right, sum_over_processes
+from mpp.features.metrics import Sums, add_sums, count_right, is_right, sum_over_processes
 from mpp.models.descriptions import licence_of
 from mpp.models.encoder import Normalize
 from mpp.models.plain import checkpoint_activations, has_running_statistics, set_pooling
@@ -186,8 +186,7 @@ class Classification(ImageTask):
         loss, predicted, labels = self.predict_batch(model, batch)
         if not measure or self.label_kind != "class":
             return loss, {}
-        right = is_right(predicted, labels).double()
-        return loss, {"right": right.sum(), "images": torch.ones_like(right).sum()}
+        return loss, count_right(is_right(predicted, labels))
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The mean loss of a batch, its predictions (B, ...) and its labels, on the device."""
@@ -208,9 +207,6 @@ class Classification(ImageTask):
                 taught = self.teacher(images)
             loss = distillation_loss(outputs, target, taught, self.config.distill, smoothing)
         return loss, self.learner.predict(logits.detach()), labels
-
-    def describe(self, sums: Sums) -> dict[str, float]:
-        return {"accuracy": float(sums["right"] / sums["images"])} if sums else {}
 
     def flops(self) -> int:
         two = torch.stack([self.views(self.train)[FIXED_VIEW, 0].images] * 2)  # of one, some norms have no statistics

@@ -23,6 +23,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import release_memory
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -267,6 +268,7 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     of_an_image = bench._replace(images=images[:1], compile=False)
     flops = pd.Series({name: len(images) * flops_of(build(of_an_image)) for name, build in STEPS.items()})
     accelerator.free_memory()  # which counting took
+    release_memory()  # once more, as a prepared model refers to itself
     if accelerator.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     steps, memory = {}, []

@@ -35,19 +35,17 @@ from mpp.features.metrics import (
 )
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.adaptation import describe_adaptation
-from mpp.models.descriptions import learned_labels, licence_of
 from mpp.models.networks import build_model
 from mpp.models.plain import cell_grid, has_class
 from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average, with_targets
 from mpp.runtime.files import short_digest
-from mpp.runtime.processes import on_main_process
+from mpp.runtime.processes import ahead_of_others, on_main_process
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker, read_history
-from mpp.training.loop import due
-from mpp.training.run import first_encoders, train
+from mpp.training.run import train
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, parts_named, saved_settings
 from mpp.training.task import ImageTask
 from mpp.training.verdict import read_verdict
@@ -71,12 +69,7 @@ class Pretraining(ImageTask):
         self.grid, self.patch_size = cell_grid(encoder)
         self.patch_count = math.prod(self.grid)
         self.corrupted_count = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
-        self.licence = licence_of(config.model.init_from)
-        self.builds_on_labels = any(map(learned_labels, first_encoders(config).values()))
-        train_images = self.load_images(config)
-        evaluated = self.held_out.to_evaluate_on(config.data, config.data.eval_images)
-        self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
-        self.probe = self.build_probe(train_images, config.probe, config.model.init_from)
+        self.begin_without_labels(config, self.load_images(config))
 
     def load_images(self, config: Config) -> ImageDataset:
         """Load the training and the held-out images.
@@ -87,10 +80,11 @@ class Pretraining(ImageTask):
         data = config.data
         if data.streaming:
             probe_images = config.probe.images if config.probe.every else 0
-            with self.accelerator.local_main_process_first():  # machines may have no disk in common
+            is_first = self.accelerator.is_local_main_process  # machines may have no disk in common
+            with ahead_of_others(is_first):
                 self.train, train_images, self.held_out = load_streamed(data, probe_images, data.eval_images)
             return train_images
-        with self.accelerator.main_process_first():
+        with ahead_of_others(self.accelerator.is_main_process):
             train, self.held_out = load_image_datasets(data)
         self.train = train.to_train_on(data)
         return self.train
@@ -151,11 +145,7 @@ class Pretraining(ImageTask):
         return {"teacher/decay": decay}
 
     def exported(self, model: nn.Module) -> nn.Module:
-        """The module with the encoder that is probed and exported, and the normalisation of its input."""
         return model.teacher if self.config.objective.export == "teacher" else model
-
-    def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
-        super().export(self.exported(model), folder, name)
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return summarize(sums)
@@ -167,14 +157,12 @@ class Pretraining(ImageTask):
             loss, measured = self.loss(model, batch, True)
             sums = add_sums(sums, measured | self.loss_sums(loss, batch))
         sums = sum_over_processes(sums)
-        scalars = {f"heldout/{name}": value for name, value in self.describe_views(sums).items()}
+        described = {"loss": float(sums["loss"] / sums["images"])} | self.describe(sums)
         on_main_process(self.accelerator, lambda: self.log_panel(model, step, tracker))
         if self.accelerator.is_main_process and "by_image" in sums:
             names = self.held_out_views.dataset.image_names()
             save_masked_counts(Path(self.config.run.dir), step, sums["by_image"].numpy(), names)
-        if due(step, self.config.probe.every, self.config.run.steps):
-            scalars |= self.probe(self.exported(model))
-        return scalars
+        return {f"heldout/{name}": value for name, value in described.items()}
 
     def log_panel(self, model: nn.Module, step: int, tracker: Tracker) -> None:
         """A picture of original | corrupted | predicted | true for the first held-out images."""

@@ -327,7 +327,7 @@ def test_mixup_by_hand():
     model.train()
     loss, sums = task.loss(model, batch, True)
     assert_close(loss, F.cross_entropy(model(mixed_images), target))
-    assert sums["images"] == 4
+    assert sums["tested"] == 4
     plain = F.cross_entropy(model.eval()(images), batch.labels)
     evaluated, _ = task.loss(model, batch._replace(images=images), False)
     assert_close(evaluated, plain)  # without mixing and smoothing

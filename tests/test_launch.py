@@ -154,7 +154,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, capsys):
 
 def test_processes_that_round_differently_are_refused(pretrain, monkeypatch):
     others = {"fp32": "bf16", "bf16": "fp32"}
-    monkeypatch.setattr(start, "gather_object", lambda own: [*own, others.get(own[0], own[0])])
+    monkeypatch.setattr(start, "from_all", lambda own: [own, others[own]])
     with refused(r"the processes compute in fp32 and in bf16; run\.precision must name one"):
         pretrain("--optim.name=adam")
 

@@ -24,6 +24,7 @@ from evaluation.config import LinearConfig
 from evaluation.features import main as extract
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import load_features
+from evaluation.frozen.results import report_path_of_command
 from evaluation.linear import fit
 from evaluation.metrics.scoring import score_of
 from evaluation.supervision.learners import learner_of
@@ -183,6 +184,12 @@ def test_floors_are_colour_statistics():
     expected = torch.zeros(2, 512)
     expected[0, 7 * 64], expected[1, 0], expected[1, 7] = 64, 32, 32
     assert torch.equal(colors, expected)
+
+
+def test_reports_of_other_settings_have_other_names():
+    words = ("range=[-1,1]", "range=[1,1.5]", "range=[-1,1.5]", "nodata=-9", "nodata=9")
+    paths = {report_path_of_command(parse(LinearConfig, [f"--data.{word}"]), "linear") for word in words}
+    assert len(paths) == len(words)
 
 
 def test_features_are_already_of_some_encoder():

@@ -1,7 +1,5 @@
 """Patches evaluated on masks: crops that agree, scores against scikit-learn, both readings against closed forms."""
 
-from functools import partial
-
 import datasets
 import numpy as np
 import pytest
@@ -232,9 +230,8 @@ def test_depth_is_chosen_on_a_part_of_train():
     good, bad = some_features(), some_features(1)
     bad.train[:] = np.random.default_rng(2).normal(size=bad.train.shape)
     config = SegmentationConfig(readings="knn", depth="dev")
-    evaluate = partial(segmentation.evaluate_readings, config=config)
-    report, _ = evaluate_by_depth(config, {1: good, 2: bad}, evaluate, "case")
-    (chosen,) = evaluate(good)
+    report, _ = evaluate_by_depth(config, {1: good, 2: bad}, segmentation.evaluate_readings, "case")
+    (chosen,) = segmentation.evaluate_readings(good, config)
     assert report["protocol"]["chosen_depth"] == 1 and [*report["summary"]] == ["knn"]
     assert report["results"][0]["accuracy"] == score_of(chosen["outcomes"])
 

@@ -38,6 +38,7 @@ def test_a_gpu_waits_only_while_it_has_nothing_to_compute(clock, monkeypatch):
     """Its own clock says so: the host, which runs ahead of it, waits here for longer each time."""
     SimulatedEvent.times = iter([0.0, 500.0, 700.0, 700.0, 900.0, 930.0])
     monkeypatch.setattr(torch.cuda, "Event", SimulatedEvent)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     one = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
     measured = Speed(flops=1, images_per_step=8, accelerator=one, history=[])
     monkeypatch.setattr(log, "memory_bytes", lambda device: 0)

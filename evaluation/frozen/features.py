@@ -35,6 +35,7 @@ from mpp.errors import NPZ_ERRORS, UserError
 from mpp.features.frozen import BASELINE_CELLS, extract
 from mpp.runtime.files import complete
 from mpp.runtime.messages import counted, note, progress_bar, shortened, warn
+from mpp.runtime.processes import ahead_of_others
 from mpp.runtime.randomness import Stream, permutation
 
 DEV_FRACTION = 0.1
@@ -87,7 +88,7 @@ def load_labelled(
     Raises:
         UserError: there are none, or the encoder was trained with the labels of those that are held out.
     """
-    with accelerator.main_process_first():
+    with ahead_of_others(accelerator.is_main_process):
         all_train, held_out = (split.labelled() for split in load_image_datasets(data, loaded, task))
     if all_train is None or (held_out is None and not on_dev):
         split = "training" if all_train is None else "held-out"

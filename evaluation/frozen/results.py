@@ -64,6 +64,8 @@ LONGEST_VALUE, LONGEST_NAME = 40, 160
 OF_AN_ENCODER = nested(FeaturesConfig()).keys() - {"out", "threads"}
 """Settings, and the group `data`, that have no effect on saved features."""
 
+Evaluate = Callable[[Any, Any], list[dict]]
+"""A probe: features of images or of patches, and settings, to results."""
 SHARED: ContextVar[dict[str, ExtractedFeatures]] = ContextVar("SHARED")
 """In a comparison: the features that were extracted last, for the other probes of it; at most one entry."""
 
@@ -74,7 +76,7 @@ SHARED: ContextVar[dict[str, ExtractedFeatures]] = ContextVar("SHARED")
 def run_probe(
     config: ProbeConfig,
     command: str,
-    evaluate: Callable[[LabelledFeatures], list[dict]],
+    evaluate: Evaluate,
     group_by: str,
     loaded: LoadedSplits | None = None,
     kinds: Sequence[str] = ("class",),
@@ -84,9 +86,9 @@ def run_probe(
 
     Args:
         command: name of the command, which the report gets.
-        evaluate: features to results, each a dict with `outcomes` (`features.outcomes(predicted)`), `group_by` and
-            other entries for the report. Of the outcomes it gets `accuracy`, its interval and the other figures; one
-            without outcomes has an `accuracy` of its own.
+        evaluate: features and `config` to results, each a dict with `outcomes` (`features.outcomes(predicted)`),
+            `group_by` and other entries for the report. Of the outcomes it gets `accuracy`, its interval and the other
+            figures; one without outcomes has an `accuracy` of its own.
         group_by: entry that the summary groups results by, such as `shots`.
         kinds: of labels that it can learn.
         save: is called with the encoder's head (see `evaluate_by_depth`) and the report, as they are written.
@@ -132,18 +134,18 @@ def run_probe(
 def commands_of_probe(
     command: str,
     config_class: type[ProbeConfig],
-    evaluate: Callable[[LabelledFeatures, Any], list[dict]],
+    evaluate: Evaluate,
     group_by: str,
     kinds: Sequence[str] = ("class",),
 ) -> tuple[Callable, Callable]:
     """The `run(config, loaded)` and `main(arguments)` of a probe's module, which return the report.
 
     Args:
-        evaluate: features and settings to results; it and the others are as of `run_probe`.
+        evaluate, group_by, kinds: see `run_probe`.
     """
 
     def run(config: ProbeConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-        return run_probe(config, command, lambda features: evaluate(features, config), group_by, loaded, kinds)
+        return run_probe(config, command, evaluate, group_by, loaded, kinds)
 
     return run, command_of(run, config_class)
 
@@ -190,7 +192,7 @@ def as_baseline(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate_by_depth(
-    config: Settings, by_depth: dict[int, Any], evaluate: Callable[[Any], list[dict]], group_by: str
+    config: Settings, by_depth: dict[int, Any], evaluate: Evaluate, group_by: str
 ) -> tuple[dict[str, Any], Any]:
     """Evaluate features at all depths; with `depth` dev, at the depth that is best on the dev split.
 
@@ -209,7 +211,7 @@ def evaluate_by_depth(
     if protocol.get("depth") == "dev":
         on_dev = {}
         for depth, features in by_depth.items():
-            summary = summarize_accuracies(add_figures(evaluate(features.dev_split())), group_by)
+            summary = summarize_accuracies(add_figures(evaluate(features.dev_split(), config)), group_by)
             on_dev[depth] = float(np.mean([case["mean"] for case in summary.values()]))
         chosen = best_choice(on_dev)
         protocol["dev_accuracy_by_depth"] = on_dev
@@ -218,7 +220,7 @@ def evaluate_by_depth(
         protocol["chosen_depth"] = chosen
     results, summaries, head = [], {}, None
     for depth, features in by_depth.items():
-        of_depth = add_figures(evaluate(features))
+        of_depth = add_figures(evaluate(features, config))
         heads = [result.pop("head", None) for result in of_depth]
         head = heads[0] if depth == chosen else head
         summaries[depth] = summarize_accuracies(of_depth, group_by)
@@ -284,7 +286,7 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
     changed = {key: values[key] for key in values if key in known and as_saved(values[key]) != as_saved(usual[key])}
     words = []
     for key, value in changed.items():
-        text = re.sub(r"[^\w.]+", "-", str(value)).strip("-")
+        text = re.sub(r"[^\w.-]+", "-", str(value).strip("(/)"))
         words.append(f"{key.rpartition('.')[2]}_{text if len(text) <= LONGEST_VALUE else digest(value)}")
     if sum(map(len, words)) > LONGEST_NAME:
         words = [digest(changed)]

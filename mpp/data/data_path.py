@@ -23,13 +23,9 @@ def is_local(path: str | None) -> bool:
     return path is not None and not is_url(path) and Path(path).expanduser().exists()
 
 
-def could_be_hub_name(path: str | None) -> bool:
-    """Whether `data.path` is spelled as NAME or OWNER/NAME, as datasets of the Hugging Face hub are."""
+def is_hub_dataset(config: ImagesConfig) -> bool:
+    """Whether `data.path` is looked up on the Hugging Face hub: NAME or OWNER/NAME, and not on this machine."""
+    path = config.path
     if path is None or is_url(path):
         return False
-    return not path.startswith((".", "/", "~")) and path.count("/") < 2
-
-
-def is_hub_dataset(config: ImagesConfig) -> bool:
-    """Whether `data.path` is looked up on the Hugging Face hub: spelled as its names are, and not on this machine."""
-    return could_be_hub_name(config.path) and not Path(config.path).exists()
+    return not path.startswith((".", "/", "~")) and path.count("/") < 2 and not Path(path).exists()

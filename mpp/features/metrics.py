@@ -39,6 +39,12 @@ def add_sums(one: Sums, other: Sums) -> Sums:
     return one | {name: one.get(name, 0) + value for name, value in other.items()}
 
 
+def count_right(right: Tensor) -> Sums:
+    """Sums of an accuracy, of predictions that are right or not."""
+    right = right.double()
+    return {"right": right.sum(), "tested": torch.ones_like(right).sum()}
+
+
 def sum_over_processes(sums: Sums) -> Sums:
     """Sums over all processes, float64 on the CPU. Those of a process without images may be empty.
 

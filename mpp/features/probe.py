@@ -147,6 +147,7 @@ class Probe:
         self.accelerator = accelerator
         self.loader = loader
         self.k = config.neighbours
+        self.every = config.every
         self.representation = representation
         self.general = general
         self.start = start

@@ -17,7 +17,7 @@ from torch import nn
 
 from mpp.config import HOW_READ, ImageSize, require, resized_side, sides
 from mpp.models.plain import FIXED_POSITIONS
-from mpp.runtime.files import complete
+from mpp.runtime.files import complete, read_json
 from mpp.runtime.weights import CONFIG, HUB, ZOO, encoder_folder, weights_file
 
 MPP_TAG = "mpp"
@@ -69,10 +69,7 @@ def as_saved(value: Any) -> Any:
 
 def saved_config(folder: Path) -> dict[str, Any]:
     """The config.json of an encoder folder; empty where it is missing or cannot be read."""
-    try:
-        return dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError):
-        return {}
+    return read_json(folder / CONFIG)
 
 
 def saved_entry(folder: Path, name: str) -> Any:

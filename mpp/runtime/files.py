@@ -6,11 +6,13 @@ killed process.
 """
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -24,6 +26,14 @@ LOCK = ".lock"
 
 class Held(UserError):
     """Another process holds the folder."""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty where it is missing or cannot be read."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError):
+        return {}
 
 
 @contextmanager

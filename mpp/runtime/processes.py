@@ -2,15 +2,15 @@
 
 import os
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from mpp.config import require
@@ -92,6 +92,25 @@ def maximum_of_all(value: float) -> float:
     return float(maximum)
 
 
+def from_all(value: T) -> list[T]:
+    """The values of all processes by rank; they have to call it together. One that fails meanwhile is noticed."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values = [value] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value, group=gloo_group())
+    return values
+
+
+@contextmanager
+def ahead_of_others(is_first: bool) -> Iterator[None]:
+    """Run the `with` block on the first process before all others, which read what it has cached. See `from_all`."""
+    if not is_first:
+        from_all(None)
+    yield
+    if is_first:
+        from_all(None)
+
+
 def on_main_process(accelerator: Accelerator, act: Callable[[], T]) -> T:
     """The result of `act`, called on the main process only, for all processes.
 
@@ -99,7 +118,7 @@ def on_main_process(accelerator: Accelerator, act: Callable[[], T]) -> T:
         UserError: on every process, if it raises a ValueError or OSError.
     """
     outcome = attempt(act) if accelerator.is_main_process else None
-    result, error = broadcast_object_list([outcome])[0]
+    result, error = from_all(outcome)[0]
     if error is not None:
         raise error
     return result
@@ -112,7 +131,7 @@ def on_each_node(accelerator: Accelerator, act: Callable[[], T]) -> list[T]:
         UserError: on every process, if it raises a ValueError or OSError on a node.
     """
     outcome = attempt(act) if accelerator.is_local_main_process else None
-    outcomes = [each for each in gather_object([outcome]) if each is not None]
+    outcomes = [each for each in from_all(outcome) if each is not None]
     for _, error in outcomes:
         if error is not None:
             raise error
@@ -130,11 +149,7 @@ def attempt(act: Callable[[], T]) -> tuple[T | None, UserError | None]:
 def raise_together(failure: Exception | None) -> None:
     """Raise a failure of any process on all of them, which have to call it together: else they would wait for it."""
     if maximum_of_all(failure is not None):
-        failures = [failure]
-        if torch.distributed.is_initialized():
-            failures = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(failures, failure, group=gloo_group())
-        raise next(each for each in failures if each is not None)
+        raise next(each for each in from_all(failure) if each is not None)
 
 
 def set_timeout(timeout: timedelta) -> None:

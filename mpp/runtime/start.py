@@ -12,7 +12,6 @@ from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
-    gather_object,
     patch_environment,
 )
 from tqdm import tqdm
@@ -28,6 +27,7 @@ from mpp.runtime.processes import (
     TRAINING_TIMEOUT,
     check_address,
     check_sharding,
+    from_all,
     leave_the_others,
     no_answer,
     set_timeout,
@@ -43,7 +43,9 @@ OUT_OF_MEMORY = (
     "activation_checkpointing). `mpp memory` estimates the memory of pre-training"
 )
 OUT_OF_MEMORY_WORDS = ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-"""Messages where memory is short: torch's, which a compiler hands on as its own, and those of CUDA's libraries."""
+OUT_OF_MEMORY_WORDS += ("Cuda failure 2 ", "Cuda failure 'out of memory'")
+"""Messages where memory is short: torch's, which a compiler hands on as its own, and those of CUDA's libraries, the
+last two of NCCL."""
 OWN_WORK = {SHARDED: "false", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
 """Variables by which Accelerate would do by itself what mpp does: sharding and accumulation."""
 
@@ -93,11 +95,14 @@ def start(run: RunConfig) -> Accelerator:
     tqdm.monitor_interval = 0  # no thread that watches its bars: loader processes would be forked while it runs
     check_address()
     check_sharding()
+    if uses_gpu():
+        rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        require(rank < count, "LOCAL_RANK", rank, f"below {count}, the GPUs that this process sees: one process each")
     precision, reason = choose_precision(run)
     accelerator = join_processes(run, precision)
     kind = accelerator.distributed_type
     require(kind in DATA_PARALLEL, "the launcher's distributed_type", kind.value, "MULTI_GPU, or FSDP of version 2")
-    check_alike(precision, "run.precision must name one")
+    check_alike(precision)
     threads = choose_threads(run)
     torch.set_num_threads(threads)
     sharded = sharding(accelerator) is not None
@@ -150,11 +155,11 @@ def join_processes(run: RunConfig, precision: str) -> Accelerator:
     return accelerator
 
 
-def check_alike(precision: str, allowed: str) -> None:
+def check_alike(precision: str) -> None:
     """Refuse processes that compute in different precisions, on machines of several kinds."""
-    precisions = dict.fromkeys(gather_object([precision]))
+    precisions = dict.fromkeys(from_all(precision))
     if len(precisions) > 1:
-        raise UserError(f"the processes compute in {' and in '.join(precisions)}; {allowed}")
+        raise UserError(f"the processes compute in {' and in '.join(precisions)}; run.precision must name one")
 
 
 def choose_precision(run: RunConfig) -> tuple[str, str]:

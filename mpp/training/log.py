@@ -136,6 +136,8 @@ class Speed:
         self.flops = flops
         self.images_per_step = images_per_step
         self.device = accelerator.device
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.devices = accelerator.num_processes  # one each
         self.hours = last_value(history, "speed/hours")
         self.device_hours = last_value(history, DEVICE_HOURS)

@@ -170,7 +170,11 @@ class Loop:
         for buffer in self.model.buffers():
             broadcast(buffer)  # each process has its own batch norm statistics; the main process's are exported
         with self.evaluated_model(done) as model:
-            self.tracker.log(done, self.task.evaluate(model, done, self.tracker))
+            scalars = self.task.evaluate(model, done, self.tracker)
+            probe = self.task.probe
+            if probe and due(done, probe.every, self.run_config.steps):
+                scalars |= probe(self.task.exported(model))
+            self.tracker.log(done, scalars)
             if self.run_config.keep_best and self.accelerator.is_main_process and self.watch.is_best():
                 self.task.export(model, self.folder, BEST)
         with self.speed.paused():

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import release_memory
 
-from mpp.config import TrainingConfig, changed_settings, flatten
+from mpp.config import TrainingConfig, changed_settings
 from mpp.config.imports import import_words
 from mpp.config.parsing import as_command_line, to_yaml
 from mpp.data.loader import BatchLayout
@@ -26,7 +26,7 @@ from mpp.models.descriptions import as_saved, how_read
 from mpp.models.encoder import moments_of_weights, with_architecture
 from mpp.runtime.files import clear_leftovers, hold
 from mpp.runtime.messages import note, tell, warn
-from mpp.runtime.processes import SHARDED, TRAINING_TIMEOUT, on_each_node, on_main_process, set_timeout
+from mpp.runtime.processes import SHARDED, TRAINING_TIMEOUT, no_answer, on_each_node, on_main_process, set_timeout
 from mpp.runtime.signals import MARKER, Preemption
 from mpp.runtime.start import start
 from mpp.runtime.weights import BEST, CLASSIFIER, ENCODER, fingerprint
@@ -38,7 +38,7 @@ from mpp.training.run_folder import (
     REPORT_PAGE,
     Saved,
     begin_branch,
-    encoders_named,
+    first_encoders,
     is_finished,
     is_run_folder,
     origin_of,
@@ -69,7 +69,7 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
     Returns:
         The run folder, finished.
     """
-    asked, config = config, config.in_named_folder()
+    config = config.in_named_folder()
     accelerator = start(config.run)
     check_trackers(config.run)
     folder = Path(config.run.dir)
@@ -84,7 +84,7 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
         return folder
     with Preemption(accelerator, folder) as preemption:
         with releasing_resources(accelerator), deaths_explained():
-            accelerator.print(to_yaml(resolved) if config.run.print_config else describe_overrides(asked))
+            accelerator.print(to_yaml(resolved) if config.run.print_config else describe_overrides(config))
             build_and_train(resolved, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
         if writes_page and config.run.report and accelerator.is_main_process:
@@ -121,7 +121,7 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
 
 def describe_overrides(config: TrainingConfig) -> str:
     """The run folder and the settings that are not the defaults, in a line, as they are given."""
-    words = as_command_line(changed_settings(config.in_named_folder()))
+    words = as_command_line(changed_settings(config))
     return f"settings: {shlex.join(words)} (all of them: --run.print_config true)"
 
 
@@ -184,12 +184,6 @@ def fingerprint_first_weights(config: TrainingConfig) -> dict[str, Any]:
     return {key: {"weights": digest} for key, path in encoders if (digest := fingerprint(Path(path)))}
 
 
-def first_encoders(config: TrainingConfig) -> dict[str, str]:
-    """Those of `encoders_named` that no other setting has the digest of."""
-    named = encoders_named(flatten(config))
-    return {setting: named[setting] for setting in ("model.init_from", "objective.teacher") if setting in named}
-
-
 def note_other_reading(config: TrainingConfig) -> None:
     """Note that a run begins from, or is taught by, an encoder whose images were read in another way."""
     ours = as_saved(config.data.how_read())
@@ -201,10 +195,15 @@ def note_other_reading(config: TrainingConfig) -> None:
 
 @contextmanager
 def releasing_resources(accelerator: Accelerator) -> Iterator[None]:
-    """At the end, also after an error: release loader processes, trackers and memory; the process group stays."""
+    """At the end, also after an error: release loader processes, trackers and memory; the process group stays.
+
+    Memory is not released where another process is gone: a GPU that waits for it would not answer.
+    """
+    are_there = True
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        are_there = no_answer(error) is None
         kill_workers()
         raise
     finally:
@@ -213,8 +212,9 @@ def releasing_resources(accelerator: Accelerator) -> Iterator[None]:
                 tracker.finish()
             except OSError as error:  # a full disk, which must not hide the error that ended the run
                 print(f"warning: {tracker.name} cannot be closed: {error}", file=sys.stderr)
-        accelerator.free_memory()
-        release_memory()  # once more, without accelerate's references: a prepared model refers to itself
+        if are_there:
+            accelerator.free_memory()
+            release_memory()  # once more, without accelerate's references: a prepared model refers to itself
         torch.compiler.reset()  # code compiled for this model would count against the next
 
 

@@ -30,7 +30,7 @@ from mpp.models.encoder import with_architecture
 from mpp.models.networks import NETWORKS
 from mpp.models.teachers import moving_average_decay
 from mpp.objectives import OBJECTIVES
-from mpp.runtime.files import complete, delete, hold, write_complete
+from mpp.runtime.files import complete, delete, hold, read_json, write_complete
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
 from mpp.training.checkpoint import checkpoint_path, kept_steps, newest_step
@@ -92,11 +92,15 @@ def encoders_named(settings: Mapping[str, Any]) -> dict[str, str]:
     return {setting: encoder for setting, encoder in named.items() if encoder}
 
 
+def first_encoders(config: TrainingConfig) -> dict[str, str]:
+    """Those of `encoders_named` that no other setting has the digest of."""
+    named = encoders_named(flatten(config))
+    return {setting: named[setting] for setting in ("model.init_from", "objective.teacher") if setting in named}
+
+
 def read_record(folder: Path) -> Saved:
     """The record of a run's images; empty if it has none."""
-    with suppress(OSError, ValueError):
-        return Saved(dict, json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
-    return Saved(dict)
+    return Saved(dict, read_json(folder / RECORD_FILE))
 
 
 def recorded_commit(folder: Path, part: str = "train") -> str | None:

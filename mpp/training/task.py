@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mpp.config import DataConfig, Representation, RunConfig, RunProbeConfig
+from mpp.config import DataConfig, Representation, RunConfig, RunProbeConfig, TrainingConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD, identify_images
@@ -21,13 +21,13 @@ from mpp.features.drift import START_FILE
 from mpp.features.metrics import Sums
 from mpp.features.probe import REFERENCE, GeneralImages, Probe, general_source, load_general_images
 from mpp.models.adaptation import count_parameters, merge
-from mpp.models.descriptions import EncoderFacts, export_encoder
+from mpp.models.descriptions import EncoderFacts, export_encoder, learned_labels, licence_of
 from mpp.models.plain import set_pooling
-from mpp.runtime.processes import on_main_process
+from mpp.runtime.processes import ahead_of_others, on_main_process
 from mpp.training.card import model_card
 from mpp.training.history import last_logged_step
 from mpp.training.log import Tracker, read_history
-from mpp.training.run_folder import recorded_commit
+from mpp.training.run_folder import first_encoders, recorded_commit
 
 MAX_EVALUATION_WORKERS = 4  # they stay alive next to those that load training images
 
@@ -40,7 +40,6 @@ class ImageTask:
 
     - loss(model, batch, measure) -> (Tensor, Sums): mean loss of a batch on the device and, if asked, sums for
       `describe`. The model is wrapped for training.
-    - describe(sums) -> dict[str, float]: scalars of the sums over all batches and processes.
     - evaluate(model, step, tracker) -> dict[str, float]: scalars on held-out images, all of them on the main process;
       it may log pictures. The model is in eval mode.
     - flops() -> int: operations executed per image, forward and backward.
@@ -75,11 +74,20 @@ class ImageTask:
         self.fixed_view_loader = FixedViewLoader(layout.largest_share, workers, layout.world_size, layout.rank)
         torch.manual_seed(run.seed)
 
+    def begin_without_labels(self, config: TrainingConfig, train_images: ImageDataset) -> None:
+        """Set what all training without labels has besides its model and images.
+
+        Args:
+            train_images: that the probe compares with.
+        """
+        self.builds_on_labels = any(map(learned_labels, first_encoders(config).values()))
+        self.licence = licence_of(config.model.init_from)
+        evaluated = self.held_out.to_evaluate_on(config.data, config.data.eval_images)
+        self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
+        self.probe = self.build_probe(train_images, config.probe, config.model.init_from)
+
     def build_probe(
-        self,
-        train_images: ImageDataset,
-        config: RunProbeConfig,
-        init_from: str | None = None,
+        self, train_images: ImageDataset, config: RunProbeConfig, init_from: str | None = None
     ) -> Probe | None:
         """The probe of the held-out images, with these training images; None where `probe.every` is 0.
 
@@ -107,7 +115,7 @@ class ImageTask:
         folder = Path(self.run.dir)
         begun_with = recorded_commit(folder, REFERENCE)
         commit = on_main_process(self.accelerator, lambda: resolve_commit(source, begun_with))
-        with self.accelerator.main_process_first():
+        with ahead_of_others(self.accelerator.is_main_process):
             return load_general_images(general_source(config, self.data, commit))
 
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
@@ -121,13 +129,17 @@ class ImageTask:
             yield batch
 
     def loss_sums(self, loss: Tensor, batch: Batch) -> Sums:
-        """The part of the sums over views that `describe_views` makes the mean loss of."""
+        """The part of the sums over views whose `loss` divided by `images` is the mean loss."""
         count = loss.new_tensor(len(batch.images), dtype=torch.double)
         return {"loss": loss.double() * count, "images": count}
 
-    def describe_views(self, sums: Sums) -> dict[str, float]:
-        """Mean loss and the scalars of `describe`."""
-        return {"loss": float(sums["loss"] / sums["images"])} | self.describe(sums)
+    def describe(self, sums: Sums) -> dict[str, float]:
+        """Scalars of the sums over all batches and processes: the accuracy, if they are those of `count_right`."""
+        return {"accuracy": float(sums["right"] / sums["tested"])} if sums else {}
+
+    def exported(self, model: nn.Module) -> nn.Module:
+        """The module with the encoder that is probed and exported, and the normalisation of its input."""
+        return model
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Whatever the task does after step `step` (from 0); scalars of it. `model` is without wrappers."""
@@ -167,6 +179,7 @@ class ImageTask:
 
         To be called on the main process. `model` is without wrappers.
         """
+        model = self.exported(model)
         encoder = merge(model.encoder)
         if not encoder.num_classes:
             set_pooling(encoder, self.representation)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from mpp.config import TrainingConfig
 from mpp.features.probe import GENERAL_KNN, PIXEL_COLOURS
 from mpp.models.descriptions import saved_config
-from mpp.runtime.files import write_complete
+from mpp.runtime.files import read_json, write_complete
 from mpp.runtime.weights import BEST
 from mpp.training.health import FEWEST_STEPS, find_warnings, is_moving
 from mpp.training.history import (
@@ -116,10 +116,7 @@ def print_warnings(warnings: dict[str, str]) -> None:
 
 def read_verdict(folder: Path) -> dict[str, Any]:
     """A run's latest verdict: `model`, `images`, `step`, `line`, `warnings`; {} if there is none."""
-    try:
-        return json.loads((folder / VERDICT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    return read_json(folder / VERDICT)
 
 
 def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = ()) -> str:
