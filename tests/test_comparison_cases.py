@@ -224,15 +224,18 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
         "tuned": {"init": "encoder", "encoder": f"{tmp_path}/longer"},
         "of a hub": {"model": {"init_from": "hf-hub:timm/vit"}},
         "second": {"model": {"init_from": f"{tmp_path}/of a hub"}},
+        "early": {"model": {"init_from": f"{tmp_path}/first/checkpoints/step_00000002/model.safetensors"}},
     }
     pflop = {}
     for name, settings in runs.items():
-        metrics = '{"step": 1, "compute/pflop": 1.5, "speed/device_hours": 2}\n'
+        lines = [{"step": step, "compute/pflop": step / 2, "speed/device_hours": 2 * step / 3} for step in (1, 3)]
+        metrics = "\n".join(map(json.dumps, lines))
         write(tmp_path / name, {"config.yaml": yaml.safe_dump({"data": {}} | settings), "metrics.jsonl": metrics})
         cost = training_cost(only_case({"name": name, "encoder": str(tmp_path / name)}).encoder)
         assert cost.get("training_device_hours", 0) == cost.get("training_pflop", 0) * 2 / 1.5
         pflop[name] = cost.get("training_pflop")
-    assert pflop == {"first": 1.5, "longer": 3, "student": 4.5, "tuned": 4.5, "of a hub": None, "second": None}
+    own = {"first": 1.5, "longer": 3, "student": 4.5, "tuned": 4.5, "early": 2}
+    assert pflop == own | {"of a hub": None, "second": None}
 
 
 def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):

@@ -11,6 +11,7 @@ The scores of the test images travel with the rows, in a file next to results.js
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from evaluation.comparison.cases import TRUNK_SETTING, Case, Encoder
 from evaluation.comparison.digests import case_digest, provenance, training_digest
 from evaluation.config.comparing import Question
 from evaluation.frozen.known_labels import lineage
-from evaluation.frozen.run_images import find_run
+from evaluation.frozen.run_images import find_run, split_run
 from evaluation.metrics.scoring import (
     ONE_CLASS,
     LabelKind,
@@ -277,12 +278,18 @@ def training_cost(encoder: Encoder) -> Row:
 
 
 def cost_with_ancestors(encoder: Path, scalar: str) -> float:
-    """The cost of a run and of all that it was made from, each once. A branch's counts from its first step on.
+    """The cost of a run and of all that it was made from, each once, as far as the step that is taken.
+
+    A branch's counts from its first step on.
 
     Args:
         scalar: that grows with training: PFLOP or DEVICE_HOURS.
     Raises:
         UserError: one of them has no record of it, such as a published model.
     """
-    runs = {Path(find_run(name) or name).resolve(): None for name in lineage(str(encoder))}
-    return sum(last_scalars(run, scalar)[scalar] for run in runs)
+    costs: dict[Path, float] = {}
+    for name in lineage(str(encoder)):
+        run, (_, weights) = Path(find_run(name) or name).resolve(), split_run(name)
+        until = int(weights.removeprefix("step_")) if weights.startswith("step_") else math.inf
+        costs[run] = max(last_scalars(run, scalar, until)[scalar], costs.get(run, 0.0))
+    return sum(costs.values())

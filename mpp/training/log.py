@@ -1,6 +1,7 @@
 """Logging: scalars to metrics.jsonl and to Accelerate's trackers (TensorBoard by default); the speed of training."""
 
 import json
+import math
 import secrets
 import sys
 import time
@@ -238,13 +239,15 @@ def read_history(folder: Path) -> list[Line]:
     return lines
 
 
-def last_scalars(folder: Path, name: str = EVALUATED) -> Line:
+def last_scalars(folder: Path, name: str = EVALUATED, until: float = math.inf) -> Line:
     """The scalars of a run that were logged last together with the one of that name, such as the last evaluation's.
 
+    Args:
+        until: the last step that counts.
     Raises:
         UserError: no run there, or none that has logged it.
     """
-    lines = [line for line in read_history(folder) if name in line]
+    lines = [line for line in read_history(folder) if name in line and line["step"] <= until]
     if not lines:
         raise UserError(f"{folder} is no run that has come so far: its {METRICS_FILE} is missing or has no {name}")
     return lines[-1]
