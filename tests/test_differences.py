@@ -58,6 +58,8 @@ def test_pairs_on_the_same_images_are_told_apart_sooner():
     (paired,) = differences_of(best, other)
     assert paired.over == "same 500 images; 1 and 1 seeds" and paired.is_told_apart
     assert paired.value == pytest.approx(0.02)
+    (of_few,) = differences_of(best | {"known_by": 5.0}, other)  # of several labels: images of a class
+    assert of_few.half > 1.3 * paired.half
     unkept = row_of("B", OTHER, kept=False)
     (unpaired,) = differences_of(row_of("A", BEST, kept=False), unkept)
     assert unpaired.value == pytest.approx(0.02) and not unpaired.is_told_apart

@@ -78,8 +78,10 @@ def differences_in(column: str, rows: pd.DataFrame, error: float) -> list[Differ
     covariance, tested = covariance_over_images(known)
     has_seeds = known.groupby("encoder").encoder_seed.nunique().max() > 1
     variances, counts, freedom = variances_over_seeds(known, "encoder_seed" if has_seeds else "seed")
-    halves = half_widths(covariance, variances, (tested - 1, freedom), error)[place].tolist()
-    images = f"same {tested:,} images" if tested < INFINITE else "images, not paired"
+    is_paired = tested < INFINITE  # otherwise the intervals of each have Student's quantile
+    known_by = min([tested, *known.known_by.dropna()]) if is_paired else INFINITE
+    halves = half_widths(covariance, variances, (int(known_by) - 1, freedom), error)[place].tolist()
+    images = f"same {tested:,} images" if is_paired else "images, not paired"
     repeated = "draws" if max(counts) > 1 and not has_seeds else "seeds"
     kind = kind_of_scores(rows.score)
     found = []

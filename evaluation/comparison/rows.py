@@ -30,6 +30,7 @@ from evaluation.metrics.scoring import (
     LabelKind,
     Outcomes,
     image_scores,
+    kind_of,
     kind_of_report,
     kind_of_score,
     labelled_outcomes,
@@ -47,10 +48,11 @@ COSTS = {"pflop": PFLOP, "device_hours": DEVICE_HOURS}
 OF_RESULTS = ("seed", "interval", "figures", "depth", "lr", *COSTS)
 """Entries of a report's result that its row has."""
 COLUMNS = ["encoder", "encoder_seed", "evaluation", "dataset", "group", "kind", "case", "accuracy", "score"]
-COLUMNS += [*OF_RESULTS, "images", "baselines", "tested", "scores", "rank", *(f"training_{name}" for name in COSTS)]
+COLUMNS += [*OF_RESULTS, "images", "baselines", "tested", "known_by", "scores", "rank"]
+COLUMNS += [f"training_{name}" for name in COSTS]
 """encoder_seed: of the encoder's training; score: heading of the figure `accuracy` where it is another one, such as R2;
 figures: the others; baselines: scores that look at no image; tested: digest of the test images and their labels;
-scores: (M,) of these images, which are in SCORES_FILE and not in results.json."""
+known_by: see `LabelKind`; scores: (M,) of these images, which are in SCORES_FILE and not in results.json."""
 SCORES_FILE = "scores.npz"
 SCORED_KINDS = ("test", "validation")
 """Kinds of rows whose scores a table has."""
@@ -188,6 +190,7 @@ def scores_of_images(outcomes: Outcomes) -> Row:
     names = [outcomes.kind, *map(str, known.images)]
     return {
         "tested": short_digest([*(name.encode() for name in names), known.targets.tobytes()]),
+        "known_by": kind_of(known).known_by(known.targets),
         "scores": image_scores(known),
     }
 

@@ -235,7 +235,7 @@ def tabulate_classes(outcomes: Outcomes) -> pd.DataFrame:
 
 def mean_positives(targets: NDArray) -> float:
     """The harmonic mean of the numbers of images of the classes: the smallest ones vary most."""
-    positives = targets.sum(0)
+    positives = (targets == 1).sum(0)
     return float(1 / (1 / positives[positives > 0]).mean()) if positives.any() else 1.0
 
 
