@@ -79,7 +79,7 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
         require(classifier.label_kind != "pixels", "classifier", config.classifier, allowed)
         config = replace(config, data=replace(config.data, eval_crop=config.data.eval_crop or classifier.crop_pct))
     config = replace(config, classifier=None, frozen=found.frozen)
-    encoder = open_frozen_encoder(config.frozen, config.data)
+    encoder = open_frozen_encoder(config.frozen, config.data.channels)
     module = ExportedModule(config, encoder, classifier).eval()  # a colour baseline has no model
     if config.representation == "tokens":
         patch_grid(encoder.model)  # raises where it has none

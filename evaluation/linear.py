@@ -188,7 +188,7 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str,
     frozen, data, name = config.frozen, config.data, config.protocol
     accelerator = start_alone(frozen.run_settings(config.probe.precision), f"protocol {name} is carried out")
     path = report_path_of_command(config, "linear")
-    encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
+    encoder = open_frozen_encoder(frozen, data.channels).to(accelerator.device)
     on_dev, task = not config.probe.test, config.probe.task
     splits = load_labelled(data, accelerator, frozen.weights, 0, loaded, on_dev, task, kinds=("class",))
     train, test, _ = splits

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig, ExportConfig, MaskedDataConfig, PredictConfig, ProbeDataConfig
-from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
+from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder
 from evaluation.frozen.features import describe_precision
 from evaluation.frozen.kept_heads import DESCRIPTION_FILE, KeptHead, load_head, rebuild_linear
 from evaluation.frozen.known_labels import LabelledImages, find_labelled_images, is_same_place, lineage
@@ -215,8 +215,8 @@ def open_classifier(found: ClassifierSource, channels: int) -> Classifier:
     """
     if found.head is None:
         return load_classifier(found.frozen.encoder, channels, "classifier")
-    about, how = found.head.description, found.frozen
-    encoder = load_frozen_encoder(how.encoder, how.checkpoint, how.random, how.img_size, how.seed, channels)
+    about = found.head.description
+    encoder = open_frozen_encoder(found.frozen, channels)
     outputs = len(found.head.weights["classify.bias"])
     names = distinct_class_names(about.class_names, len(about.class_names))
     kind = "class" if about.task == "classes" else about.task

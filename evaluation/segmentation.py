@@ -53,7 +53,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     check_labels_unseen(config.frozen.weights, config.data, train, test)
     counts = f"{counted(len(train), 'image')} with masks to learn from, {len(test)} to evaluate on"
     print(f"{describe_source(config.data)}: {counts}")
-    encoder = open_frozen_encoder(config.frozen, config.data).to(device())
+    encoder = open_frozen_encoder(config.frozen, config.data.channels).to(device())
     depths = resolve_depths(config.depth, len(encoder.stages))
     views = [MaskedViews(**vars(views_for(encoder, images, config.data))) for images in splits]
 
@@ -93,7 +93,7 @@ def open_baselines(
     """The baselines of an encoder by name: depths, and images to features at these."""
     baselines: dict[str, tuple[list[int], Encode]] = {}
     if config.baselines and not config.frozen.random:
-        random = open_frozen_encoder(replace(config.frozen, random=True), config.data).to(device())
+        random = open_frozen_encoder(replace(config.frozen, random=True), config.data.channels).to(device())
         baselines["random weights"] = depths, partial(patch_features, random, depths=depths)
     if config.baselines:
         grid = patch_grid(encoder.model)

@@ -146,8 +146,15 @@ class Classification(ImageTask):
     def open_encoder(self) -> FrozenEncoder:
         """The encoder that is fine-tuned."""
         config = self.config
-        how = config.init == "random", config.img_size, config.run.seed, config.data.channels
-        frozen = load_frozen_encoder(config.encoder, config.checkpoint, *how, drop_path_rate=config.drop_path)
+        frozen = load_frozen_encoder(
+            config.encoder,
+            config.checkpoint,
+            random=config.init == "random",
+            img_size=config.img_size,
+            seed=config.run.seed,
+            channels=config.data.channels,
+            drop_path_rate=config.drop_path,
+        )
         if getattr(frozen.model, "attn_pool", None) is not None:
             raise Unavailable(f"encoder is {config.encoder}, which pools by attention and cannot be fine-tuned here")
         if config.weights == config.encoder:  # of other weights it is unknown

@@ -49,7 +49,7 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
     require_imports(run)
     for name in changed_imports(run, imported) if (run / COPIES).is_dir() else ():  # a run may use no code of the user
         warn(f"{name} is not as in {run / COPIES}: pictures come from the code of today")
-    encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
+    encoder = open_frozen_encoder(config.frozen, config.data.channels).to(accelerator.device)
     _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
     subject = Subject(config, run, accelerator, encoder, held_out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -310,7 +310,7 @@ def same(one: Path, other: Path, *keys: str) -> None:
     """Two runs have the same bits, losses, and values of these scalars."""
     assert weights_of(one) == weights_of(other)
     for key in ("loss", *keys):
-        assert read_metrics(one, key) == read_metrics(other, key)
+        assert read_metrics(one, key) == read_metrics(other, key) != {}, key
 
 
 def close(one: Path, other: Path, *keys: str, **tolerance: float) -> None:

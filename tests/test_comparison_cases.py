@@ -10,7 +10,7 @@ from comparisons import SmallComparison
 from conftest import put_picture, refused
 from safetensors.torch import save_file
 
-from evaluation.compare import settings_to_train, step_flops
+from evaluation.compare import settings_to_train
 from evaluation.comparison.cases import TRAININGS, cases_of, evaluation_settings, read_entries
 from evaluation.comparison.digests import case_digest, digests_of_images, relevant_settings, training_digest
 from evaluation.comparison.rows import report_path_of_case, training_cost
@@ -238,17 +238,8 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
     assert pflop == own | {"of a hub": None, "second": None}
 
 
-def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
+def test_compute_is_that_of_a_step_at_least(small, tmp_path):
     options = small.config["encoders"][0]["train_options"] | {"data.path": str(tmp_path / "one")}
-    options |= {"model.arguments": {"qkv_bias": False}}
-
-    def planned(width, compute):
-        entry = {"name": "a", "encoder": "b", "train": "pretrain", "compute": compute}
-        return settings_to_train(only_case(entry | {"train_options": options | {"model.width": width}}).encoder)
-
-    of_16, of_32 = (planned(width, 1e-6) for width in (16, 32))
-    for config in (of_16, of_32):
-        assert config.run.steps == round(1e9 / step_flops("pretrain", config))
-    assert of_16.run.steps > 2 * of_32.run.steps
+    case = only_case({"name": "a", "encoder": "b", "train": "pretrain", "compute": 1e-12, "train_options": options})
     with refused(r"^compute is 1e-12; it must be at least [0-9.e-]+, the PFLOP of a st"):
-        planned(16, 1e-12)
+        settings_to_train(case.encoder)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from colours import load, write
-from conftest import each_of, encoded, picture, read_metrics
+from conftest import each_of, encoded, picture, read_metrics, weights_of
 from image_files import decode_with, npy, npz, packed_tiff, tar, tiff, unreadable
 from imagecodecs import png_encode
 from numpy.testing import assert_array_equal
@@ -363,11 +363,11 @@ def test_they_are_streamed_and_resumed(pretrain, folder, source):
     options = [f"--data.path={SOURCES[source](folder)}", "--data.streaming=true", "--data.channels=4"]
     options += ["--model.img_size=[16,32]", "--model.mean=auto", "--model.std=auto"]
     run = pretrain(*options)
-    first = read_metrics(run)
+    first = read_metrics(run), weights_of(run)
     shutil.rmtree(run / "encoder")
     (run / "checkpoints" / "step_00000004" / "state.json").unlink()
     pretrain(*options)
-    assert read_metrics(run) == first
+    assert (read_metrics(run), weights_of(run)) == first
 
 
 def test_8_and_16_bits_in_one_set(pretrain, folder, tmp_path):

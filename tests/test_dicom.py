@@ -64,13 +64,15 @@ def test_pydicoms_files_as_pydicom_reads_them(plugin, name):
     assert_array_equal(values_of(data, channels=len(expected)), expected)
 
 
+TABLE = np.random.default_rng(0).integers(0, 65536, (3, 256), dtype=np.uint16)
+PALETTE = {"PhotometricInterpretation": "PALETTE COLOR"}
+for colour, entries in zip(("Red", "Green", "Blue"), TABLE, strict=True):
+    PALETTE[f"{colour}PaletteColorLookupTableDescriptor"] = [256, 0, 16]
+    PALETTE[f"{colour}PaletteColorLookupTableData"] = entries.tobytes()
+
+
 def test_a_palette_is_colours():
-    table = np.random.default_rng(0).integers(0, 65536, (3, 256), dtype=np.uint16)
-    tags = {"PhotometricInterpretation": "PALETTE COLOR"}
-    for colour, entries in zip(("Red", "Green", "Blue"), table, strict=True):
-        tags[f"{colour}PaletteColorLookupTableDescriptor"] = [256, 0, 16]
-        tags[f"{colour}PaletteColorLookupTableData"] = entries.tobytes()
-    assert_array_equal(values_of(dicom(GREY_8, **tags)), table[:, GREY_8])
+    assert_array_equal(values_of(dicom(GREY_8, **PALETTE)), TABLE[:, GREY_8])
 
 
 def test_numbers_of_16_bits_are_compressed_without_losses():
@@ -137,11 +139,11 @@ def test_the_files_own_window_is_pydicoms(tags):
         dict(WindowWidth=400),
         dict(WindowCenter=0, WindowWidth=1),
         dict(WindowCenter=0, WindowWidth=400, VOILUTFunction="SIGMOID"),
-        dict(WindowCenter=0, WindowWidth=400, PhotometricInterpretation="PALETTE COLOR"),
+        dict(WindowCenter=0, WindowWidth=400, **PALETTE),
     ],
 )
 def test_a_file_without_a_linear_window_of_grey_is_refused(tags):
-    with pytest.raises(UnreadableImage):
+    with pytest.raises(UnreadableImage, match="without a linear window"):
         decode_with(dicom(GREY_8, **tags), channels=1, range="window")
 
 

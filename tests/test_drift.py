@@ -156,9 +156,9 @@ def test_own_images_that_are_the_general_ones_too_have_the_same_figures(pretrain
     write_classes(path / "train", 20)
     write_classes(path / "test", 12, first=50)
     run = pretrain(*PROBED, *ADAM, f"--data.path={path}", f"--probe.path={path}", f"--model.init_from={finished_run}")
-    for line in read_history(run):
-        if "knn/depth_01" not in line:
-            continue
+    probed = [line for line in read_history(run) if "knn/depth_01" in line]
+    assert len(probed) > 1
+    for line in probed:
         for depth in ("depth_01", "depth_02"):
             assert line[f"general/knn/{depth}"] == line[f"knn/{depth}"]
             assert (line[f"drift/weights/{depth}"] == 0) == (line["step"] == 0)

@@ -179,7 +179,6 @@ def test_names_that_lead_out_write_nothing_there(tmp_path):
     cells = [{"bytes": encoded(picture(1)), "path": "../../../../tmp/evil.png"}] * 2
     rows = datasets.Dataset.from_dict({"image": cells}, datasets.Features({"image": datasets.Image()}))
     rows.to_parquet(tmp_path / "data" / "train.parquet")
-    before = {*tmp_path.rglob("*")}
     main([f"--data.path={tmp_path}/data", f"--out={tmp_path}/out"])
-    assert {path for path in tmp_path.rglob("*") if "out" not in path.parts} == before
-    assert splits_of(tmp_path / "out")["train"].num_rows == 2
+    prepared = splits_of(tmp_path / "out")["train"].cast_column("image", datasets.Image(decode=False))
+    assert [cell["path"] for cell in prepared["image"]] == ["evil.png"] * 2

@@ -176,10 +176,12 @@ def test_advice_follows_what_the_features_gained(before, after, said, tmp_path):
 
 def test_pretraining_has_the_report_written_by_a_process_that_is_alone(pretrain, monkeypatch, capsys):
     def failing_run(words, env, **options):
-        assert words[1:] == (str(ROOT / "evaluation" / "report.py"), "--encoder", words[-1]) and "RANK" not in env
+        assert words[1:] == (str(ROOT / "evaluation" / "report.py"), "--encoder", words[-1])
+        assert "TORCHELASTIC_RUN_ID" not in env
         raise subprocess.CalledProcessError(2, words)
 
     monkeypatch.setattr("mpp.training.run.subprocess.run", failing_run)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     folder = pretrain("--run.report=true")
     said = f"warning: the report is not written; `mpp report --encoder {folder}` writes it"
     assert said in capsys.readouterr().err
@@ -213,7 +215,7 @@ def test_the_page_of_a_finetuning_has_its_figures_whichever_folder_is_named(name
     page = read(run / "report.html")
     assert_has(page, "75.0 (30.1 to 95.4)", "largest class 50.0%", "Confusion matrix of finetune")
     assert_has(page, f"mpp predict --classifier {run} --data.path")
-    assert "masked patches" not in page.words and "mpp fewshot" not in page.words
+    assert "masked-patch" not in page.words and "mpp fewshot" not in page.words
 
 
 def test_random_weights_stand_beside_an_evaluation(tmp_path):

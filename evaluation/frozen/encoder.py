@@ -141,10 +141,16 @@ def load_frozen_encoder(
     return frozen
 
 
-def open_frozen_encoder(frozen: EncoderConfig, data: ProbeDataConfig) -> FrozenEncoder | ColorBaseline:
-    """Load the encoder that a command's settings name, for the channels of its images."""
-    how = frozen.checkpoint, frozen.random, frozen.img_size, frozen.seed, data.channels
-    return load_frozen_encoder(frozen.encoder, *how)
+def open_frozen_encoder(frozen: EncoderConfig, channels: int) -> FrozenEncoder | ColorBaseline:
+    """Load the encoder that a command's settings name, for images of so many channels."""
+    return load_frozen_encoder(
+        frozen.encoder,
+        frozen.checkpoint,
+        random=frozen.random,
+        img_size=frozen.img_size,
+        seed=frozen.seed,
+        channels=channels,
+    )
 
 
 def check_channels(encoder: FrozenEncoder, channels: int, setting: str = "encoder") -> None:

@@ -378,7 +378,7 @@ def open_extraction(
     Raises:
         UserError: no such encoder or depth, or it takes other images.
     """
-    encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
+    encoder = open_frozen_encoder(frozen, data.channels).to(accelerator.device)
     depths = resolve_depths(how.depth, len(encoder.stages))
     return encoder, depths, partial(encoder, representation=how.representation, depths=depths)
 

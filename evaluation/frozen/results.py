@@ -107,8 +107,9 @@ def run_probe(
         latest = SHARED.get({})
         if key not in latest:
             latest.clear()
-            about = loaded, not probe.test, kinds, probe.baselines
-            latest[key] = extract_labelled_features(*groups, accelerator, *about)
+            latest[key] = extract_labelled_features(
+                *groups, accelerator, loaded, on_dev=not probe.test, kinds=kinds, baselines=probe.baselines
+            )
         extracted = latest[key]
     if not accelerator.is_main_process:  # it does not wait for a probe that may take hours
         return {}
