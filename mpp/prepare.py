@@ -74,7 +74,7 @@ def write_shard(shard: Shard) -> int:
     for row in shard.rows:
         name = relative_name(row["image"], source.path)
         try:
-            image = read_cell(row["image"], source.read_retries, array_dtype, source.path)
+            image = read_cell(row["image"], source.read_retries, array_dtype)
             prepared = prepare_image(image, shard.config)
         except UnreadableImage as error:
             dropped.append(f"{name or 'an image without a name'}: {error}")

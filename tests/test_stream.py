@@ -5,6 +5,7 @@ import shutil
 import tarfile
 from dataclasses import replace
 from itertools import islice, product, zip_longest
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import datasets
@@ -16,7 +17,7 @@ from torch.testing import assert_close
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data import shards
 from mpp.data.loader import BatchLayout
-from mpp.data.shards import ROW_BITS, ROWS_FILE, Shards, load_streamed
+from mpp.data.shards import ROW_BITS, ROWS_FILE, Shards, list_stream_files, load_streamed, stamp_of
 from mpp.data.stream import Cursor, StreamedBatches, stream_workers, streaming_loader
 from mpp.data.views import ViewDataset
 from mpp.errors import ReadFailed, Undecodable
@@ -25,6 +26,36 @@ from mpp.runtime.randomness import Stream, permutation
 SHARDS = 6
 ROWS = 11  # of a shard
 START = Cursor()
+
+
+@pytest.fixture
+def two_places(tmp_path):
+    """Folders `a` and `b` with a shard of the same name and size."""
+    for place in "ab":
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "train-0.tar").write_text(place)
+    return tmp_path
+
+
+def listed(path):
+    return list_stream_files(ImagesConfig(path=str(path)))
+
+
+def test_shards_behind_a_link_are_known(two_places):
+    folder = two_places / "shards"
+    folder.mkdir()
+    (folder / "train").symlink_to(two_places / "a")
+    before = listed(folder)
+    assert [name for name, *_ in before] == ["/train/train-0.tar"]
+    os.utime(two_places / "a" / "train-0.tar", (1, 1))
+    assert listed(folder) != before
+
+
+def test_shards_of_two_servers_are_two():
+    """Of servers that say nothing of their files but the size."""
+    server = SimpleNamespace(info=lambda name: {"size": 9})
+    one, other = (stamp_of(f"https://{place}.org/train-0.tar", {"size": None}, server) for place in "ab")
+    assert one != other and one[0] == "9"
 
 
 class Seen(NamedTuple):

@@ -118,7 +118,7 @@ def decode_mask(cell: Any, config: MaskedDataConfig, size: Sequence[int] | None 
         UnreadableImage: a mask of colours, of another size, or none that can be decoded: see `read_mask`.
     """
     try:
-        numbers = read_mask(read_cell(cell, config.read_retries, source=config.path), config)
+        numbers = read_mask(read_cell(cell, config.read_retries), config)
     except UnreadableImage as error:
         raise UnreadableImage(f"its mask: {error}") from error
     if size is not None and numbers.shape != tuple(size):

@@ -23,12 +23,11 @@ ENCODED_TYPES = (*BINARY_TYPES, "string", "large_string")
 """Types of a column that may hold image files, or their names."""
 
 
-def read_cell(cell: Any, retries: int, array_dtype: str | None = None, source: str | None = None) -> bytes | NDArray:
+def read_cell(cell: Any, retries: int, array_dtype: str | None = None) -> bytes | NDArray:
     """The image file of a cell {"bytes", "path"}, or its array.
 
     Args:
         array_dtype: type that an array's numbers get; None: they keep theirs.
-        source: `data.path`. A file that is missing where this is there is an unreadable image, and no outage.
     Raises:
         UnreadableImage: there is no image in the cell.
         ReadFailed: the image file cannot be read now.
@@ -38,7 +37,7 @@ def read_cell(cell: Any, retries: int, array_dtype: str | None = None, source: s
             raise UnreadableImage("no bytes: neither an image nor a file name")
         if cell["bytes"] is not None:
             return cell["bytes"]
-        return read_with_retries(partial(read_file, cell["path"], source), member_name(cell["path"]), retries)
+        return read_with_retries(partial(read_file, cell["path"]), member_name(cell["path"]), retries)
     try:
         array = np.asarray(cell)
     except ValueError:
@@ -47,8 +46,12 @@ def read_cell(cell: Any, retries: int, array_dtype: str | None = None, source: s
     return array if array_dtype is None else array.astype(array_dtype, copy=False)
 
 
-def read_file(path: str, source: str | None) -> bytes:
-    """A file of this machine or of a shard there, or at a URL that fsspec knows. See `read_cell`."""
+def read_file(path: str) -> bytes:
+    """A file of this machine or of a shard there, or at a URL that fsspec knows. See `read_cell`.
+
+    A file that is missing where there are others is an unreadable image; where its folder is empty or gone, its disk is
+    away, which may be over soon.
+    """
     if not (os.path.isabs(path) or is_url(path)):
         way = "give a table of relative paths as data.labels, and their folder as data.path"
         raise UnreadableImage(f"{path} is a relative path; {way}")
@@ -60,7 +63,7 @@ def read_file(path: str, source: str | None) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
-        if is_url(shard_of(path)) or has_entries(root_of(path, source)):
+        if is_url(shard_of(path)) or has_entries(os.path.dirname(os.path.realpath(shard_of(path)))):
             raise UnreadableImage(f"missing: {one_line(error)}") from error
         raise
 
@@ -76,13 +79,6 @@ def read_url(url: str) -> bytes:
         raise ReadFailed(f"{url} cannot be read: {one_line(error)}") from error
     except Exception as error:
         raise OSError(one_line(error)) from error
-
-
-def root_of(path: str, source: str | None) -> str:
-    """The folder that is there for as long as its disk is: `data.path`, or that of a file elsewhere."""
-    root = os.path.abspath(os.path.expanduser(source)) if source else ""
-    path = shard_of(path)
-    return root if root and path.startswith(os.path.join(root, "")) else os.path.dirname(path)
 
 
 def has_entries(folder: str) -> bool:

@@ -85,7 +85,7 @@ class ImageDataset:
 
     def encoded(self, index: int, config: ImagesConfig) -> bytes | NDArray:
         """The image file, or its array; raises as `decode`."""
-        return read_cell(self.rows[index][self.image_column], config.read_retries, self.array_dtype, config.path)
+        return read_cell(self.rows[index][self.image_column], config.read_retries, self.array_dtype)
 
     @cached_property
     def array_dtype(self) -> str | None:

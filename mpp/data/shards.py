@@ -5,6 +5,7 @@ they are read once and kept on disk (mpp/data/caches.py), mapped into memory.
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,7 +25,7 @@ from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column
 from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding import decode
-from mpp.data.folder import SHARD_BUILDERS
+from mpp.data.folder import SHARD_BUILDERS, walk
 from mpp.data.identity import digest_listing
 from mpp.data.labels import find_label_column
 from mpp.data.overview import announce_splits
@@ -99,6 +100,9 @@ class Shards:
                 raise
             except LOADING_ERRORS as error:
                 raise UserError(f"{name} is damaged after row {done * size}: {one_line(error)}; replace it") from error
+            except Exception as error:  # clients of stores raise any
+                blocks = None
+                raise OSError(one_line(error)) from error
 
         while block := read_with_retries(read_block, name, retries):
             yield block
@@ -162,7 +166,7 @@ class ShardBlock:
 
     def decode(self, index: int, config: ImagesConfig) -> Tensor:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
-        image = read_cell(self.cell(index), config.read_retries, self.shards.array_dtype, config.path)
+        image = read_cell(self.cell(index), config.read_retries, self.shards.array_dtype)
         return decode.decode(image, config)
 
     def cell(self, index: int) -> Any:
@@ -269,22 +273,36 @@ def list_stream_files(config: ImagesConfig) -> FileStamps:
 
 
 def list_files(url: str) -> FileStamps:
-    """The files at a path or URL."""
+    """The files at a path or URL. Links are followed."""
     system, root = fsspec.url_to_fs(url)
     folder = root.split("*")[0].rpartition("/")[0]
-    if system.isfile(root):
-        infos = {root: system.info(root)}
+    if os.path.isdir(root):
+        tree = walk(root)
+        folder = root
+        infos = {os.path.join(root, name): {} for name in (*tree.tables, *tree.tars)}
     elif "*" in root:
         infos = system.glob(root, detail=True)
+    elif root.endswith(tuple(SHARD_BUILDERS)) and system.isfile(root):  # over HTTP a folder is a file, too
+        infos = {root: {}}
     else:
         infos = system.find(root, detail=True)
         folder = root
-    files = []
-    for name in sorted(infos):
-        info = infos[name]
-        stamps = [str(info[field]) for field in STAMP_FIELDS if field in info]
-        files.append([name.removeprefix(folder), str(info.get("size")), *stamps[:1]])
-    return files
+    return [[name.removeprefix(folder), *stamp_of(name, infos[name], system)] for name in sorted(infos)]
+
+
+def stamp_of(name: str, info: dict[str, Any], system: fsspec.AbstractFileSystem) -> tuple[str, str]:
+    """The size of a file, and what changes when it does; where a server does not say that, it is the URL.
+
+    Args:
+        info: of the file in a listing, which may say less than that of the file alone.
+    """
+    if os.path.isfile(name):
+        state = os.stat(name)  # of the file, not of a link to it
+        return str(state.st_size), str(state.st_mtime)
+    if not info.keys() & {*STAMP_FIELDS}:
+        info = system.info(name)
+    stamps = [str(info[field]) for field in STAMP_FIELDS if field in info]
+    return str(info.get("size")), stamps[0] if stamps else name
 
 
 def as_url(config: ImagesConfig) -> str:
