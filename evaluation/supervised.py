@@ -43,6 +43,7 @@ from evaluation.supervision.classifiers import DISTILL_TEACHER, load_teacher, wi
 from evaluation.supervision.learners import (
     HeadedEncoder,
     add_head,
+    as_timms_classifier,
     average_heads,
     build_backbone,
     distillation_loss,
@@ -58,7 +59,7 @@ from mpp.errors import Unavailable
 from mpp.features.metrics import Sums, add_sums, count_right, is_right, sum_over_processes
 from mpp.models.descriptions import licence_of
 from mpp.models.encoder import Normalize
-from mpp.models.plain import checkpoint_activations, has_running_statistics, set_pooling
+from mpp.models.plain import checkpoint_activations, has_running_statistics
 from mpp.runtime.files import complete
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
@@ -173,16 +174,13 @@ class Classification(ImageTask):
         return f"Trained with labels, from {start}"
 
     def export(self, model: HeadedEncoder, folder: Path, name: str = ENCODER) -> None:
-        """Write the encoder, and before the last one the classifier, if its head is linear: timm has no others."""
-        has_two_heads = isinstance(model.encoder.get_classifier(), tuple)  # DeiT's
-        if name == ENCODER and self.config.head.kind == "linear" and not has_two_heads:
-            whole = copy.deepcopy(model)
-            linear = self.learner.merge(next(each for each in whole.head.modules() if isinstance(each, nn.Linear)))
-            set_pooling(whole.encoder, whole.pooling, linear.out_features)
-            head = whole.encoder.get_classifier()
-            weights = {"weight": linear.weight.view_as(head.weight), "bias": linear.bias}  # some are convolutions
-            head.load_state_dict(weights)
-            super().export(whole, folder, CLASSIFIER)
+        """Write the encoder, and before the last one the classifier, if timm has such a head."""
+        if name == ENCODER and self.config.head.kind == "linear":
+            layer = next(each for each in model.head.modules() if isinstance(each, nn.Linear))
+            linear = self.learner.merge(copy.deepcopy(layer))
+            classifier = as_timms_classifier(model, linear, self.img_size)
+            if classifier is not None:
+                super().export(classifier, folder, CLASSIFIER)
         super().export(model, folder, name)
 
     def views(self, dataset: ImageDataset) -> ViewDataset:
@@ -290,7 +288,7 @@ def finish(run: Path, folder: Path, writes_page: bool) -> None:
         folder: the run's, or that of its fine-tuning, which gets the classifier, too.
     """
     if not (run / CLASSIFIER).is_dir():
-        print(f"no {CLASSIFIER}/ for timm, which takes one head, a linear one (--head.kind linear)")
+        print(f"no {CLASSIFIER}/ for timm, whose models have one linear head (--head.kind linear) on what they pool")
     else:
         if folder != run:
             with complete(folder / CLASSIFIER) as partial:

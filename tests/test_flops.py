@@ -33,6 +33,13 @@ def test_a_step_of_timms_vit_is_the_closed_form():
     assert counter.get_total_flops() == 3 * (embed + 2 * block + head) - embed
 
 
+def test_a_convolution_of_groups_costs_three_forward_passes():
+    layer = torch.nn.Conv2d(8, 8, 3, padding=1, groups=4)
+    with flop_counter() as counter:
+        layer(torch.randn(BATCH, 8, 6, 6, requires_grad=True)).sum().backward()
+    assert counter.get_total_flops() == 3 * (2 * BATCH * 36 * 8 * 2 * 9)
+
+
 def counted(**settings):
     """Operations of a forward and backward pass of a small network: without computing them, and while they are."""
     model = build_encoder(ModelConfig(img_size=32, width=16, depth=2, heads=2, **settings))

@@ -10,6 +10,7 @@ from test_variants import KINDS
 from traffic import count_traffic
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig, RunConfig
+from mpp.config.parsing import parse
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_model
 from mpp.models.plain import has_bf16_residual
@@ -83,6 +84,7 @@ def test_a_run_trains_and_says_where_the_setting_has_no_effect(pretrain, capsys,
     folder = pretrain("--model.residual=bf16", f"--run.precision={precision}", "--run.steps=1")
     noted = "note: model.residual bf16 has no effect here: run.precision is fp32" in capsys.readouterr().out
     assert noted == (precision == "auto")
+    parse(Config, [f"--config={folder / 'config.yaml'}"])  # repeats the run
     assert {tensor.dtype for tensor in exported(folder).values()} == {torch.float32}
 
 

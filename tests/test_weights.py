@@ -312,6 +312,10 @@ def test_a_run_from_weights_needs_no_setting_of_their_model(pretrain, tmp_path):
     again = pretrain(f"--config={pre / 'config.yaml'}", once, dir=tmp_path / "again", without="--model.")
     assert holds(mpp.load_encoder(again), mpp.load_encoder(pre).state_dict())
     assert read_yaml(again / "config.yaml")["run"]["dir"] == str(again)
+    larger = pretrain(*begin, "--model.img_size=24", "--model.stride=4", dir=tmp_path / "larger", without="--model.")
+    assert read_yaml(larger / "config.yaml")["model"]["stride"] == 4
+    with refused("a multiple of the patch size"):
+        pretrain(*begin, "--model.img_size=28", dir=tmp_path / "other", without="--model.")
     with refused(r"model\.width is 24; it must be 16, as in the weights of "):
         pretrain(*begin, "--model.width=24", "--model.heads=2", dir=tmp_path / "other", without="--model.")
     assert not (tmp_path / "other").exists()

@@ -6,6 +6,7 @@ head of its own, which learns a teacher's prediction for the same crop. It predi
 N training images, M test images, B images of a batch, D width, C classes.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from mpp.config import ImageSize, ModelConfig, changed_settings, require, sides
 from mpp.errors import UserError
 from mpp.features.frozen import pool
 from mpp.models.encoder import SET_ELSEWHERE, Normalize, build_encoder, load_encoder, with_architecture
-from mpp.models.plain import checkpoint_activations, has_class, is_plain, model_without_memory
+from mpp.models.plain import checkpoint_activations, has_class, is_plain, model_without_memory, set_pooling
 
 OF_VITS = ("width", "depth", "heads", "patch_size", "init_from", "dropout", "drop_path", "position", "position_at")
 OF_VITS += ("stride", "mixing", "attention", "residual")
@@ -79,6 +80,21 @@ def add_head(
     width = encoder.head_hidden_size
     heads = [learner.complete(build_head(config.kind, width, learner.outputs)) for _ in range(1 + is_distilled)]
     return HeadedEncoder(encoder, normalize, config.pooling, *heads)
+
+
+@torch.no_grad()
+def as_timms_classifier(model: HeadedEncoder, linear: nn.Linear, img_size: ImageSize) -> HeadedEncoder | None:
+    """A copy whose encoder has this layer as its head; None: timm has another head there, or pools otherwise."""
+    whole = copy.deepcopy(model)
+    set_pooling(whole.encoder, whole.pooling, linear.out_features)
+    head = whole.encoder.get_classifier()
+    if not isinstance(head, nn.Linear | nn.Conv2d):  # such as DeiT's two
+        return None
+    head.load_state_dict({"weight": linear.weight.view_as(head.weight), "bias": linear.bias})
+    shape = 2, len(model.normalize.mean), *img_size  # of one image, some norms have no statistics
+    pixels = torch.linspace(-1, 1, math.prod(shape), device=linear.weight.device).view(shape)
+    expected = linear(pool(model.encoder, model.encoder.forward_features(pixels), model.pooling))
+    return whole if torch.allclose(whole.encoder(pixels), expected, rtol=1e-3, atol=1e-3) else None
 
 
 def build_backbone(config: ModelConfig, channels: int = 3, is_distilled: bool = False) -> tuple[nn.Module, ImageSize]:

@@ -390,6 +390,8 @@ def with_architecture(config: ModelConfig) -> ModelConfig:
         given, theirs = changed_settings(config), settings_of_weights(config.init_from)
         if config.name not in (None, theirs.get("name") or PLAIN_VIT):  # another model, which these may fit
             theirs = {name: theirs[name] for name in ("width", "depth", "heads") if theirs}
+        if config.is_variant():  # with the numbers of the weights, it is no model of timm's
+            theirs["name"] = None
         if config.position == FIXED_POSITIONS:  # which takes the place of any table
             theirs.pop("position", None)
         ours, known = config.arguments or {}, theirs.get("arguments", {})
@@ -416,7 +418,9 @@ def settings_of_weights(source: str) -> dict[str, Any]:
     usual = "none" if arguments.get("pos_embed") == "none" else config.get("position", "learned")
     settings.setdefault("position", usual)
     elsewhere = {*SET_ELSEWHERE, *NUMBERS_OF_TIMM, *OF_VARIANTS, "pos_embed"}
-    if type(encoder.fc_norm) is nn.Identity or settings.get("mixing") == "axial":  # pooling changes no weights
+    usually_pooled = described_encoder(config | {"model_args": arguments | dict(global_pool=None, fc_norm=None)})
+    is_free = usually_pooled is not None and usually_pooled.state_dict().keys() == encoder.state_dict().keys()
+    if is_free or settings.get("mixing") == "axial":  # pooling changes no weights
         elsewhere |= {"global_pool", "fc_norm"}
     kept = {each: arguments[each] for each in arguments if each not in elsewhere and not each.endswith("_rate")}
     return settings | {"name": None if name in (PLAIN_VIT, VARIANT) else name, "arguments": kept}

@@ -5,13 +5,14 @@ to save memory do not count: the scores of fused attention in its backward pass,
 So a budget of operations means the same with either.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from mpp.config import OptimConfig
 from mpp.corruption import Corruption
@@ -69,5 +70,14 @@ def flop_counter() -> Iterator[FlopCounterMode]:
 
     Attention is computed step by step meanwhile: torch has no formula for each of its fused kernels.
     """
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    own = {torch.ops.aten.convolution_backward: convolution_backward_flops}
+    with FlopCounterMode(display=False, custom_mapping=own) as counter, sdpa_kernel(SDPBackend.MATH):
         yield counter
+
+
+def convolution_backward_flops(
+    grad_shape: Sequence[int], x_shape: Sequence[int], w_shape: Sequence[int], *others: Any, **_: Any
+) -> int:
+    """Operations of a convolution's gradients, each as many as its forward pass; torch's own formula forgets groups."""
+    _, _, _, _, transposed, _, _, wanted = others
+    return conv_flop_count(x_shape, w_shape, grad_shape, transposed) * (wanted[0] + wanted[1])

@@ -112,10 +112,12 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     resolved = replace(config, run=run, optim=optim.resolved(config.run.steps))
     if config.is_fine_tuning:
         return resolved
-    if precision == "fp32" and config.model.residual == "bf16":  # run.precision was left to the launcher or the machine
+    model = config.model
+    if precision == "fp32" and model.residual == "bf16":  # run.precision was left to the launcher or the machine
         note("model.residual bf16 has no effect here: run.precision is fp32")
+        model = replace(model, residual="fp32")
     measured = saved["model"]  # at its first start
-    model = with_moments(config.model, measured.get("mean"), measured.get("std"))
+    model = with_moments(model, measured.get("mean"), measured.get("std"))
     return replace(resolved, model=moments_of_weights(with_architecture(model), config.data.channels))
 
 
