@@ -284,7 +284,7 @@ def test_a_file_counts_once(tmp_path, links, train, test, left_out, capsys):
 def test_a_link_to_an_image_of_another_class_is_refused(tmp_path):
     write(tmp_path, {"train/a/0.png": 0, "train/b/1.png": 1})
     link_all(tmp_path, {"train/b/2.png": "../a/0.png"})
-    with refused(r"a/0.png \(a\) and .*b/2.png \(b\) are one file"):
+    with refused(r"b/2.png \(b\) is a link to .*/a/0.png \(a\), of another label"):
         load(tmp_path)
 
 

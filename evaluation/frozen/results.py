@@ -287,7 +287,7 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
     changed = {key: values[key] for key in values if key in known and as_saved(values[key]) != as_saved(usual[key])}
     words = []
     for key, value in changed.items():
-        text = re.sub(r"[^\w.-]+", "-", str(value).strip("(/)"))
+        text = re.sub(r"[^\w.-]+", "-", str(value).strip("()[]'\",/ "))
         words.append(f"{key.rpartition('.')[2]}_{text if len(text) <= LONGEST_VALUE else digest(value)}")
     if sum(map(len, words)) > LONGEST_NAME:
         words = [digest(changed)]

@@ -95,7 +95,8 @@ def load_teacher(source: str, classes: int, channels: int = 3, class_names: Sequ
     fits = teacher.label_kind == "class" and teacher.classes == classes
     require(fits, DISTILL_TEACHER, source, f"a classifier of one class per image, of {classes} as these images have")
     names = [*class_names[:classes]]
-    is_in_order = teacher.class_names == names or not {*teacher.class_names} & {*names}  # or named by another language
+    number_of = {name: number for number, name in enumerate(names)}
+    is_in_order = all(number_of.get(name, number) == number for number, name in enumerate(teacher.class_names))
     require(is_in_order, DISTILL_TEACHER, source, f"a classifier with the classes {', '.join(names)}, in this order")
     return FrozenClassifier(teacher)
 

@@ -75,7 +75,7 @@ def leave_out_other_names(splits: dict[str, str], labels: dict[str, Any], tree: 
     """Of several names of a file, by links, keep one in the last of their splits, the held-out one: its own, if there.
 
     Raises:
-        UserError: two of them have different labels.
+        UserError: a link and an image of the tree that it is have different labels.
     """
     links: dict[str, list[str]] = defaultdict(list)  # file -> the images that are links to it
     for link, file in tree.links.items():
@@ -83,9 +83,9 @@ def leave_out_other_names(splits: dict[str, str], labels: dict[str, Any], tree: 
     for file, names in links.items():
         names = [name for name in (file, *sorted(names)) if name in splits]
         for name in names:
-            if labels[name] != labels[names[0]]:
-                both = f"{names[0]} ({labels[names[0]]}) and {name} ({labels[name]}) are one file, by a link"
-                raise UserError(f"{both}; leave one out, or give the folder of the links or of the files as data.path")
+            if file in splits and labels[name] != labels[file]:
+                one = f"{name} ({labels[name]}) is a link to {file} ({labels[file]}), of another label"
+                raise UserError(f"{one}; leave one out, or give the folder of the links or of the files as data.path")
         others = {*names} - {max(names, key=lambda name: split_order(splits[name]), default=None)}
         tree.leave_out("other names (links) of a file that counts", *others)
         for name in others:

@@ -17,6 +17,7 @@ import datasets
 import fsspec
 import numpy as np
 from datasets.arrow_writer import ArrowWriter
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from mpp.config import ImagesConfig, SourceConfig, require
@@ -40,6 +41,7 @@ SHARDS_PER_TURN = 16  # shards from whose beginnings a sample is drawn in turn
 ROWS_PER_READ = 64  # of a sample; these are held in memory
 ROW_BITS = 32  # an image's number: its shard's above these bits, its row's in them
 POSITION = "_mpp_position"  # column of a sample that is kept on disk: each row's position in the sample
+SHARD_ENDINGS = tuple(SHARD_BUILDERS)
 STAMP_FIELDS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
 """Fields of fsspec's file systems that change when a file does; the first that a file has is its stamp."""
 
@@ -267,27 +269,28 @@ def list_stream_files(config: ImagesConfig) -> FileStamps:
         ReadFailed: they cannot be listed.
     """
     listed = partial(list_files, as_url(config))
-    files = read_with_retries(listed, describe_source(config), config.read_retries, Exception)  # clients raise any
-    shards = [file for file in files if file[0].endswith(tuple(SHARD_BUILDERS))]
-    return shards or files  # a folder of shards may have other files that change
+    return read_with_retries(listed, describe_source(config), config.read_retries, Exception)  # clients raise any
 
 
 def list_files(url: str) -> FileStamps:
-    """The files at a path or URL. Links are followed."""
+    """The shards at a path or URL, or all files where none is a shard. Links are followed."""
     system, root = fsspec.url_to_fs(url)
     folder = root.split("*")[0].rpartition("/")[0]
-    if os.path.isdir(root):
+    if isinstance(system, LocalFileSystem) and os.path.isdir(root):
         tree = walk(root)
         folder = root
-        infos = {os.path.join(root, name): {} for name in (*tree.tables, *tree.tars)}
+        names = *tree.tables, *tree.tars, *tree.lists
+        infos = {os.path.join(root, name): {} for name in names} or system.find(root, detail=True)
     elif "*" in root:
         infos = system.glob(root, detail=True)
-    elif root.endswith(tuple(SHARD_BUILDERS)) and system.isfile(root):  # over HTTP a folder is a file, too
-        infos = {root: {}}
+    elif root.endswith(SHARD_ENDINGS) and system.isfile(root):  # over HTTP a folder is a file, too
+        infos = {root: system.info(root)}
     else:
         infos = system.find(root, detail=True)
         folder = root
-    return [[name.removeprefix(folder), *stamp_of(name, infos[name], system)] for name in sorted(infos)]
+    shards = [name for name in infos if name.endswith(SHARD_ENDINGS)]
+    names = sorted(shards or infos)  # a folder of shards may have other files that change
+    return [[name.removeprefix(folder), *stamp_of(name, infos[name], system)] for name in names]
 
 
 def stamp_of(name: str, info: dict[str, Any], system: fsspec.AbstractFileSystem) -> tuple[str, str]:
@@ -296,12 +299,11 @@ def stamp_of(name: str, info: dict[str, Any], system: fsspec.AbstractFileSystem)
     Args:
         info: of the file in a listing, which may say less than that of the file alone.
     """
-    if os.path.isfile(name):
+    if isinstance(system, LocalFileSystem):
         state = os.stat(name)  # of the file, not of a link to it
         return str(state.st_size), str(state.st_mtime)
-    if not info.keys() & {*STAMP_FIELDS}:
-        info = system.info(name)
-    stamps = [str(info[field]) for field in STAMP_FIELDS if field in info]
+    known = info if info.keys() & {*STAMP_FIELDS} else system.info(name)
+    stamps = [str(known[field]) for field in STAMP_FIELDS if field in known]
     return str(info.get("size")), stamps[0] if stamps else name
 
 
