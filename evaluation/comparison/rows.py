@@ -82,7 +82,8 @@ def in_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """
     scores = frame[frame.kind.isin(SCORED_KINDS) & ~frame.case.isin(MASKED_BASELINES)]
     diverged = frame[frame.kind == "diverged"].drop(columns="case")
-    diverged = diverged.merge(scores[["evaluation", "case"]].drop_duplicates(), "left").fillna({"case": ""})
+    diverged = diverged.merge(scores[["evaluation", "case"]].drop_duplicates(), "left")
+    diverged = diverged.astype({"case": object}).fillna({"case": ""})  # without scores it is a column of numbers
     parts = [part for part in (scores, means_of_groups(scores), diverged) if len(part)]
     scored = pd.concat(parts) if parts else scores
     is_one = scored.groupby("evaluation").dataset.transform("nunique") == 1
