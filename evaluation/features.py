@@ -13,6 +13,7 @@ from evaluation.frozen.features import extract_labelled_features, save_features
 from evaluation.frozen.results import report_path_of_command
 from evaluation.frozen.run_images import parse_and_load
 from mpp.runtime.messages import counted
+from mpp.runtime.processes import wait_for_all
 from mpp.runtime.start import run_main, start
 
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save_features(file, features)
         images = f"{len(features.train)} + {counted(len(features.test), 'image')}"
         print(f"wrote {file}: {images}, {features.train.shape[1]} wide")
-    accelerator.wait_for_everyone()
+    wait_for_all()
 
 
 if __name__ == "__main__":

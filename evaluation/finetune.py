@@ -26,6 +26,7 @@ from mpp.config import flatten, nested, rebuild, require
 from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.errors import Diverged
 from mpp.runtime.messages import counted, note, warn
+from mpp.runtime.processes import wait_for_all
 from mpp.runtime.start import run_main
 from mpp.runtime.weights import fingerprint
 from mpp.training.history import DEVICE_HOURS, PFLOP
@@ -54,7 +55,7 @@ def train_once(config: FinetuneConfig, lr: float, on_dev: bool, loaded: LoadedSp
         "optim.lr": lr,
     }
     folder = train(rebuild(OneRunConfig(), settings), partial(Classification, loaded=loaded), writes_page=on_dev)
-    PartialState().wait_for_everyone()
+    wait_for_all()
     costs = last_scalars(folder, PFLOP)
     result = {"init": config.init, "lr": lr, "pflop": costs[PFLOP], "device_hours": costs.get(DEVICE_HOURS)}
     left_out = load_outcomes(folder / LEFT_OUT_NAME)

@@ -43,7 +43,7 @@ from evaluation.supervision.classifiers import DISTILL_TEACHER, load_teacher, wi
 from evaluation.supervision.learners import (
     HeadedEncoder,
     add_head,
-    as_timms_classifier,
+    as_timm_classifier,
     average_heads,
     build_backbone,
     distillation_loss,
@@ -178,7 +178,7 @@ class Classification(ImageTask):
         if name == ENCODER and self.config.head.kind == "linear":
             layer = next(each for each in model.head.modules() if isinstance(each, nn.Linear))
             linear = self.learner.merge(copy.deepcopy(layer))
-            classifier = as_timms_classifier(model, linear, self.img_size)
+            classifier = as_timm_classifier(model, linear, self.img_size)
             if classifier is not None:
                 super().export(classifier, folder, CLASSIFIER)
         super().export(model, folder, name)

@@ -35,7 +35,7 @@ from evaluation.frozen.run_images import find_run
 from evaluation.metrics.scoring import image_scores, load_outcomes
 from evaluation.supervised import Classification
 from evaluation.supervision.classifiers import load_classifier
-from evaluation.supervision.learners import HeadedEncoder, as_timms_classifier, build_backbone
+from evaluation.supervision.learners import HeadedEncoder, as_timm_classifier, build_backbone
 from mpp import pretrain
 from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig
 from mpp.config.parsing import to_yaml
@@ -128,7 +128,7 @@ def test_the_card_gives_plain_timm_the_feature_that_was_judged(kind, encoder, tm
 def test_a_classifier_is_exported_where_timm_pools_alike(pooling, is_timms):
     encoder = timm.create_model("vit_relpos_base_patch16_clsgap_224", embed_dim=16, depth=1, num_heads=2, num_classes=0)
     model = HeadedEncoder(encoder, Normalize(*HALVES), pooling, torch.nn.Linear(16, 4)).eval()
-    assert (as_timms_classifier(model, model.head, (224, 224)) is not None) == is_timms
+    assert (as_timm_classifier(model, model.head, (224, 224)) is not None) == is_timms
 
 
 MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--augment.label_smoothing=0.1")

@@ -47,7 +47,9 @@ COSTS = {"pflop": PFLOP, "device_hours": DEVICE_HOURS}
 """Entry of a row about fine-tuning's cost -> scalar of the cost of training an encoder (`training_pflop`)."""
 OF_RESULTS = ("seed", "interval", "figures", "depth", "lr", *COSTS)
 """Entries of a report's result that its row has."""
-COLUMNS = ["encoder", "encoder_seed", "evaluation", "dataset", "group", "kind", "case", "accuracy", "score"]
+OF_CASE = ("encoder", "encoder_seed", "evaluation", "dataset", "group")
+"""Entries of a row that name its case: see `Case.labels`."""
+COLUMNS = [*OF_CASE, "kind", "case", "accuracy", "score"]
 COLUMNS += [*OF_RESULTS, "images", "baselines", "tested", "known_by", "scores", "rank"]
 COLUMNS += [f"training_{name}" for name in COSTS]
 """encoder_seed: of the encoder's training; score: heading of the figure `accuracy` where it is another one, such as R2;
@@ -237,17 +239,13 @@ def read_published(file: str | None) -> dict[str, list[Row]]:
         for row in results:
             if name_of(row) in scores:
                 row["scores"] = scores[name_of(row)].astype(float)
-            of_digest = by_digest.setdefault(row["digest"], [])
-            if not of_digest or labels_of(row) == labels_of(of_digest[0]):  # the same results may have two names
-                of_digest.append(row)
+            known = by_digest.setdefault(row["digest"], [row])
+            has_other_name = any(row.get(name) != known[0].get(name) for name in OF_CASE)
+            if row is not known[0] and not has_other_name:  # a result may have two
+                known.append(row)
     except (*NPZ_ERRORS, KeyError, TypeError):
         raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None
     return by_digest
-
-
-def labels_of(row: Row) -> list[Any]:
-    """The entries of a row that name its case."""
-    return [row.get(name) for name in ("encoder", "encoder_seed", "evaluation", "dataset", "group")]
 
 
 def write_scores(folder: Path, rows: Iterable[Row]) -> None:

@@ -24,6 +24,7 @@ from mpp.models.encoder import load_encoder
 from mpp.models.plain import set_attention
 from mpp.models.teachers import resize_bilinear
 from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.messages import shortened
 from mpp.runtime.weights import BEST, WEIGHTS, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL_FILE, newest_whole, restore_trained
 from mpp.training.run_folder import read_record, saved_settings
@@ -97,7 +98,7 @@ def load_teacher(source: str, classes: int, channels: int = 3, class_names: Sequ
     names = [*class_names[:classes]]
     number_of = {name: number for number, name in enumerate(names)}
     is_in_order = all(number_of.get(name, number) == number for number, name in enumerate(teacher.class_names))
-    require(is_in_order, DISTILL_TEACHER, source, f"a classifier with the classes {', '.join(names)}, in this order")
+    require(is_in_order, DISTILL_TEACHER, source, f"a classifier with the classes {shortened(names)}, in this order")
     return FrozenClassifier(teacher)
 
 

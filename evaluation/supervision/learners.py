@@ -83,7 +83,7 @@ def add_head(
 
 
 @torch.no_grad()
-def as_timms_classifier(model: HeadedEncoder, linear: nn.Linear, img_size: ImageSize) -> HeadedEncoder | None:
+def as_timm_classifier(model: HeadedEncoder, linear: nn.Linear, img_size: ImageSize) -> HeadedEncoder | None:
     """A copy whose encoder has this layer as its head; None: timm has another head there, or pools otherwise."""
     whole = copy.deepcopy(model)
     set_pooling(whole.encoder, whole.pooling, linear.out_features)

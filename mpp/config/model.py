@@ -75,28 +75,27 @@ class ModelConfig(Settings):
     """Rank of LoRA: frozen matrices of the encoder are adapted by a product of two narrow matrices of this rank, which
     is merged into them on export. null: no LoRA."""
 
-    def numbers(self, known_here: bool = False) -> dict[str, Any]:
-        """The five numbers, of which the size may be two; None: the named model's own.
-
-        Args:
-            known_here: leave those open, too, that the weights at `init_from` may decide.
-        """
+    def numbers(self) -> dict[str, Any]:
+        """The five numbers, of which the size may be two; None: the named model's own."""
         usual = {each.name: each.metadata["otherwise"] for each in fields(self) if each.metadata.get("otherwise")}
         given = {name: getattr(self, name) for name in usual}
-        if self.name is not None or (known_here and self.init_from is not None):
-            return given
-        return {name: usual[name] if value is None else value for name, value in given.items()}
+        return {name: usual[name] if self.name is None and value is None else value for name, value in given.items()}
+
+    def known_numbers(self) -> dict[str, Any]:
+        """As `numbers`; None, too, where the weights at `init_from` decide."""
+        numbers = self.numbers()
+        return numbers if self.init_from is None else {name: getattr(self, name) for name in numbers}
 
     def is_variant(self) -> bool:
         """Whether timm has no such plain ViT, and it is one of mpp/models/variants.py."""
         at_stem = self.position in ("learned", "none", "sincos_2d") and self.position_at == "stem"
-        strided = self.stride not in (None, self.numbers(known_here=True)["patch_size"])
+        strided = self.stride not in (None, self.known_numbers()["patch_size"])
         return not at_stem or strided or self.mixing != "full"
 
     def check(self):
         self.check_train()
         self.check_variant()
-        numbers = self.numbers(known_here=True)
+        numbers = self.known_numbers()
         if numbers["img_size"] and numbers["patch_size"]:
             check_grid(numbers["img_size"], numbers["patch_size"])
         width, heads = numbers["width"], numbers["heads"]
@@ -135,7 +134,7 @@ class ModelConfig(Settings):
         require(self.name is None or not self.is_variant(), "model.name", self.name, allowed)
         stem = self.position_at == "stem" or self.position in ("learned", "learned_2d", "sincos_2d")
         require(stem, "model.position_at", self.position_at, f"stem with model.position={self.position}")
-        patch, stride = self.numbers(known_here=True)["patch_size"], self.stride
+        patch, stride = self.known_numbers()["patch_size"], self.stride
         divides = stride is None or (stride >= 1 and (patch is None or patch % stride == 0))
         require(divides, "model.stride", stride, f"a divisor of the patch size ({patch})")
 

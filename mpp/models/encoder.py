@@ -390,7 +390,7 @@ def with_architecture(config: ModelConfig) -> ModelConfig:
         given, theirs = changed_settings(config), settings_of_weights(config.init_from)
         if config.name not in (None, theirs.get("name") or PLAIN_VIT):  # another model, which these may fit
             theirs = {name: theirs[name] for name in ("width", "depth", "heads") if theirs}
-        if config.is_variant():  # with the numbers of the weights, it is no model of timm's
+        if config.is_variant():  # built from the numbers of the weights, not by timm's name
             theirs["name"] = None
         if config.position == FIXED_POSITIONS:  # which takes the place of any table
             theirs.pop("position", None)

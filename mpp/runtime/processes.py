@@ -93,7 +93,10 @@ def maximum_of_all(value: float) -> float:
 
 
 def from_all(value: T) -> list[T]:
-    """The values of all processes by rank; they have to call it together. One that fails meanwhile is noticed."""
+    """The values of all processes by rank, which have to call it together.
+
+    By gloo: NCCL would not notice a process that fails meanwhile.
+    """
     if not torch.distributed.is_initialized():
         return [value]
     values = [value] * torch.distributed.get_world_size()
@@ -101,14 +104,19 @@ def from_all(value: T) -> list[T]:
     return values
 
 
+def wait_for_all() -> None:
+    """Wait until all processes are here: see `from_all`."""
+    from_all(None)
+
+
 @contextmanager
 def ahead_of_others(is_first: bool) -> Iterator[None]:
-    """Run the `with` block on the first process before all others, which read what it has cached. See `from_all`."""
+    """Run the `with` block on the first process before all others, which read what it has cached."""
     if not is_first:
-        from_all(None)
+        wait_for_all()
     yield
     if is_first:
-        from_all(None)
+        wait_for_all()
 
 
 def on_main_process(accelerator: Accelerator, act: Callable[[], T]) -> T:

@@ -27,7 +27,7 @@ from typing import TypeVar
 from accelerate import Accelerator
 
 from mpp.errors import ReadFailed
-from mpp.runtime.processes import maximum_of_all, no_answer
+from mpp.runtime.processes import maximum_of_all, no_answer, wait_for_all
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
@@ -119,6 +119,6 @@ class Preemption:
         if not self.asked:  # a signal that still comes is the same one
             self.asked, self.asked_at = "another process's signal", time.monotonic()
         self.mark(where)
-        self.accelerator.wait_for_everyone()
+        wait_for_all()
         self.accelerator.print(f"stopped by {self.asked} {where}; the same command continues (exit code {EXIT_CODE})")
         raise Preempted(EXIT_CODE)

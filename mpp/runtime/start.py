@@ -42,10 +42,11 @@ OUT_OF_MEMORY = (
     "only contrastive training gets fewer negatives), or set model.activation_checkpointing (in fine-tuning: "
     "activation_checkpointing). `mpp memory` estimates the memory of pre-training"
 )
-OUT_OF_MEMORY_WORDS = ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-OUT_OF_MEMORY_WORDS += ("Cuda failure 2 ", "Cuda failure 'out of memory'")
-"""Messages where memory is short: torch's, which a compiler hands on as its own, and those of CUDA's libraries, the
-last two of NCCL."""
+OUT_OF_MEMORY_WORDS = (
+    *("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory"),
+    *("Cuda failure 2 ", "Cuda failure 'out of memory'"),  # of NCCL
+)
+"""Messages where memory is short: torch's, which a compiler hands on as its own, and those of CUDA's libraries."""
 OWN_WORK = {SHARDED: "false", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
 """Variables by which Accelerate would do by itself what mpp does: sharding and accumulation."""
 
@@ -96,8 +97,8 @@ def start(run: RunConfig) -> Accelerator:
     check_address()
     check_sharding()
     if uses_gpu():
-        rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        require(rank < count, "LOCAL_RANK", rank, f"below {count}, the GPUs that this process sees: one process each")
+        rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        require(rank < gpus, "LOCAL_RANK", rank, f"below {gpus}, the number of GPUs here: one process for each")
     precision, reason = choose_precision(run)
     accelerator = join_processes(run, precision)
     kind = accelerator.distributed_type

@@ -76,8 +76,21 @@ def flop_counter() -> Iterator[FlopCounterMode]:
 
 
 def convolution_backward_flops(
-    grad_shape: Sequence[int], x_shape: Sequence[int], w_shape: Sequence[int], *others: Any, **_: Any
+    grad_shape: Sequence[int],
+    x_shape: Sequence[int],
+    w_shape: Sequence[int],
+    _bias: Any,
+    _stride: Any,
+    _padding: Any,
+    _dilation: Any,
+    transposed: bool,
+    _output_padding: Any,
+    _groups: int,
+    wanted: Sequence[bool],
+    **_: Any,
 ) -> int:
-    """Operations of a convolution's gradients, each as many as its forward pass; torch's own formula forgets groups."""
-    _, _, _, _, transposed, _, _, wanted = others
+    """Operations of the gradients of a convolution's input and weight, as far as they are wanted.
+
+    Each takes as many as the forward pass. torch's own formula does not divide the weight's by the groups.
+    """
     return conv_flop_count(x_shape, w_shape, grad_shape, transposed) * (wanted[0] + wanted[1])

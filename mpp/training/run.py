@@ -26,7 +26,15 @@ from mpp.models.descriptions import as_saved, how_read
 from mpp.models.encoder import moments_of_weights, with_architecture
 from mpp.runtime.files import clear_leftovers, hold
 from mpp.runtime.messages import note, tell, warn
-from mpp.runtime.processes import SHARDED, TRAINING_TIMEOUT, no_answer, on_each_node, on_main_process, set_timeout
+from mpp.runtime.processes import (
+    SHARDED,
+    TRAINING_TIMEOUT,
+    no_answer,
+    on_each_node,
+    on_main_process,
+    set_timeout,
+    wait_for_all,
+)
 from mpp.runtime.signals import MARKER, Preemption
 from mpp.runtime.start import start
 from mpp.runtime.weights import BEST, CLASSIFIER, ENCODER, fingerprint
@@ -154,7 +162,7 @@ def build_and_train(
         if accelerator.num_processes > 1:  # several agree before their first step
             preemption.finishes_steps = True
         Loop(task, config, folder, flops, preemption).train()
-        accelerator.wait_for_everyone()
+        wait_for_all()
 
 
 @contextmanager
