@@ -16,8 +16,8 @@ SCANS = {
     "shoulder": "MR2_UNCR",
     "head": "693_UNCR",
     "pancreas": "explicit_VR-UN",
+    "abdomen": "MR-SIEMENS-DICOM-WithOverlays",
 }
-SCANS |= {"abdomen": "MR-SIEMENS-DICOM-WithOverlays"}
 for name, file in SCANS.items():
     values = dcmread(get_testdata_file(f"{file}.dcm")).pixel_array.astype(np.float64)
     values = np.clip((values - values.min()) / (np.quantile(values, 0.999) - values.min()), 0, 1)  # each its own scale

@@ -167,7 +167,8 @@ class AugmentConfig(Settings):
 
     randaugment: int = setting(0, at_least=0, at_most=30)
     """Magnitude of RandAugment, 1 to 30: two random operations an image (Cubuk et al., 2020). 0: none. The scale is
-    torchvision's (to 30). DeiT and MAE use m9 on timm's scale (to 10), which is 27 here."""
+    torchvision's (to 30). DeiT and MAE use m9 on timm's scale (to 10), near 27
+    here: some operations differ."""
     mixup: float = setting(0.0, at_least=0)
     """Alpha of mixup: each image is blended with another of its forward pass, so the size of a forward pass matters. 0:
     none."""

@@ -15,7 +15,8 @@ from mpp.runtime.messages import note, shortened
 class LowRankChange(nn.Module):
     """A weight (m, n) plus the product of two narrow matrices, which is zero at first (LoRA: Hu et al., ICLR 2022).
 
-    The sum is float32 under autocast, too: an exported encoder has the weights of the running one.
+    The sum is float32 under autocast, too: an exported encoder has the weights of the running one. LoRA's alpha is the
+    rank.
 
     Args:
         rank: columns of the first matrix, and rows of the second one.
