@@ -5,7 +5,7 @@ metrics/: outcomes of test images to figures with intervals, by kind of label.
 frozen/, patches/: frozen encoders, a run's images, known labels; segmentation.
 supervision/: networks with a head, distillation, kinds of labels as a head learns them; classifiers that exist.
 comparison/: entries, cases, digests, rows of reports, differences, tables and plots.
-pictures.py, figures/, pages/: numbers of pictures; style, charts and images; HTML pages of reports and comparisons.
+pictures.py, figures/, pages/: numbers of pictures; style, charts and images; HTML pages of reports.
 tables.py, predictions.py: tables in parts (`mpp embed`, `mpp predict`); rows, masks and figures of predictions.
 
 A new evaluation is one file: see README.md. One of this repository does not register itself: its line is in

@@ -78,10 +78,10 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         UserError: an entry that cannot be carried out, before anything is done; failed evaluations, after all others.
     """
     entries = read_entries(config)
-    for evaluation in entries.evaluations:
-        tests = evaluation.options.get("test", True)
-        require(tests, f"evaluations: {evaluation.name}: test", tests, "true: `mpp sweep` compares on a dev split")
     cases = cases_of(entries)
+    for case in cases:
+        tests = flatten(evaluation_settings(case)).get("test", True)
+        require(tests, f"evaluations: {case.entry.name}: test", tests, "true: `mpp sweep` compares on a dev split")
     return carry_out(cases, config, lambda rows: (entries.questions, {}, []))
 
 

@@ -43,7 +43,7 @@ from evaluation.frozen.features import (
     views_for,
     warn_left_out,
 )
-from evaluation.frozen.kept_heads import HEAD_TASKS, StandardizedLinear, save_head
+from evaluation.frozen.kept_heads import StandardizedLinear, save_head
 from evaluation.frozen.results import report_path_of_command, run_probe, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits, command_of, is_colour_baseline
 from evaluation.metrics.scoring import Outcomes, add_figures, best_choice, score_of, summarize_accuracies
@@ -82,11 +82,12 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
 
     def save(head: tuple[StandardizedLinear, list[str]], report: dict[str, Any]) -> None:
         module, class_names = head
+        kind = report["labels"]["kind"]
         save_head(
             report_path_of_command(config, "linear"),
             module,
             config.frozen,
-            task=HEAD_TASKS[report["labels"]["kind"]],
+            task="classes" if kind == "class" else kind,
             class_names=class_names,
             representation=config.probe.representation,
             depth=report["protocol"]["chosen_depth"],

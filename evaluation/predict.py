@@ -229,12 +229,12 @@ def open_classifier(found: ClassifierSource, channels: int) -> Classifier:
 
 def parse_classifier(config_class: type, arguments: Sequence[str] | None) -> tuple[Any, LoadedSplits | None]:
     """Read a config that may name a classifier: see `parse_and_load`."""
-    return parse_and_load(
-        config_class,
-        arguments,
-        lambda config: find_classifier(config).frozen.encoder,
-        lambda config: find_classifier(config).how_read,
-    )
+
+    def source_of(config: PredictConfig | ExportConfig) -> tuple[str, dict[str, Any]]:
+        found = find_classifier(config)
+        return found.frozen.encoder, found.how_read
+
+    return parse_and_load(config_class, arguments, source_of)
 
 
 main = command_of(predict, PredictConfig, parse_classifier)

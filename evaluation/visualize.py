@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.config import VisualizeConfig
-from evaluation.figures.charts import figure_style, save_figure
+from evaluation.figures.charts import save_figure
 from evaluation.frozen.encoder import open_frozen_encoder
 from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import LoadedSplits, load_images_of, parse_and_load
@@ -62,8 +62,7 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
                 print(f"no {name}: {error}")
                 missing[name] = str(error)
                 continue
-            with figure_style():
-                save_figure(figure, folder / f"{name}.png")
+            save_figure(figure, folder / f"{name}.png")
             np.savez_compressed(folder / f"{name}.npz", **numbers)
             drawn.append(f"{name}.png")
     if drawn:

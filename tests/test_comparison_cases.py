@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from evaluation.compare import settings_to_train
 from evaluation.comparison.cases import TRAININGS, cases_of, evaluation_settings, read_entries
 from evaluation.comparison.digests import case_digest, digests_of_images, relevant_settings, training_digest
-from evaluation.comparison.rows import report_path_of_case, training_cost
+from evaluation.comparison.rows import report_path_of_case, rows_of_report, training_cost
 from evaluation.config import (
     CompareConfig,
     ContrastiveConfig,
@@ -45,6 +46,7 @@ def small(tmp_path):
         ("datasets", {"name": "two"}, "datasets: names is .* all different"),
         ("evaluations", {"name": "a", "command": "magic"}, "command is magic; it must be fewshot or knn"),
         ("evaluations", KNN | {"options": {"test": False}}, "evaluations: knn: test is false; it must be true"),
+        ("datasets", {"name": "three", "options": {"test": False}}, "evaluations: few-shot: test is false"),
         ("encoders", FLOOR | {"nmae": "a"}, "encoders: floor: unknown setting nmae .did you mean name"),
         ("questions", {"name": "a", "plot": "lines"}, "questions: a: encoders is null; it must be {name: number}"),
         ("questions", {"name": "by/depth"}, "name is by/depth; it must be a name of a file, without /"),
@@ -55,6 +57,7 @@ def small(tmp_path):
         # learned weights would stand in the table as random ones
         ("evaluations", KNN | {"options": {"random": True}}, "knn: options: random is true; .* left out"),
         ("encoders", FLOOR | {"options": {"random": True}}, "floor: options: random is true; .* left out"),
+        ("evaluations", TUNED | {"options": {"run": {"seed": 5}}}, "finetune: options: run.seed is 5; .* left out"),
     ],
 )
 def test_bad_comparisons_are_named(small, key, entry, message):
@@ -125,6 +128,13 @@ def only_case(encoder, **of_dataset):
     """The case of a comparison that has one."""
     (case,) = cases_with([encoder], **of_dataset)
     return case
+
+
+def test_a_dev_score_is_at_the_chosen_depth():
+    results = [{"depth": depth, "accuracy": depth / 4, "dev_accuracy": depth / 8} for depth in (1, 2)]
+    report = {"results": results, "protocol": {"chosen_depth": 2}}
+    rows = rows_of_report(only_case(FLOOR), report, Path())
+    assert [(row["kind"], row["accuracy"]) for row in rows] == [("test", 0.5), ("dev", 0.25)]
 
 
 def test_long_names_are_cut_in_names_of_files(tmp_path):

@@ -128,7 +128,7 @@ def test_an_encoder_of_the_hub_is_downloaded(tmp_path, monkeypatch):
     for encoder in (mpp.load_encoder("hf-hub:me/mine"), load_frozen_encoder("hf-hub:me/mine").model):
         assert all(map(torch.equal, encoder.parameters(), fixed.parameters()))
         assert "pos_embed" in dict(encoder.named_buffers())
-    assert asked == ["me/mine"] * 2
+    assert asked == ["me/mine"]  # all is of one commit
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,9 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable():
     assert other.pop("head") and other == result  # what is chosen does not follow from test labels
 
 
-def test_baselines_stand_in_an_encoders_table_and_are_what_their_own_commands_find(trained, few_birds, capsys):
+def test_baselines_stand_in_an_encoders_table_and_are_what_their_own_commands_find(
+    trained, few_birds, tmp_path, monkeypatch, capsys
+):
     """Features of random weights, of the same decoded images; the pixels are of the encoder's crops."""
     words = [f"--encoder={trained}", f"--data.path={few_birds}", *FAST, "--neighbours=5"]
     knn.main([*words, "--random=true", "--baselines=false"])
@@ -328,6 +330,9 @@ def test_baselines_stand_in_an_encoders_table_and_are_what_their_own_commands_fi
     assert report["labels"]["class_names"][0] == "fowl"
     files = {path.name.partition(".")[2] for path in (trained / "evaluation").glob("knn_[!r]*.*")}
     assert {"json", "outcomes.npz", "classes.csv", "confusion.png"} <= files
+    (tmp_path / "pixels").symlink_to(trained)
+    monkeypatch.chdir(tmp_path)
+    assert knn.main([*words, "--encoder=pixels"])["summary"] == report["summary"]  # a baseline has that name
 
 
 def scores_in_table(printed):

@@ -89,7 +89,7 @@ def read_entries(config: CompareConfig) -> Entries:
     entries = Entries(*(entries_of(kind, getattr(config, key), key) for key, kind in kinds.items()))
     for entry in entries.encoders:
         require(entry.encoder, f"encoders: {entry.name}: encoder", "empty", "a folder, a timm name or a baseline")
-        refuse_options(entry.train_options, ["run.dir"], f"encoders: {entry.name}: train_options")
+        refuse_options(dict(spread(entry.train_options, {})), ["run.dir"], f"encoders: {entry.name}: train_options")
     trained = {entry.encoder: entry for entry in reversed(entries.encoders) if entry.train}
     for place, entry in enumerate(entries.encoders):
         how = entry if entry.train else trained.get(entry.encoder, entry)
@@ -108,13 +108,13 @@ def entries_of(kind: type, values: Sequence[dict[str, Any]], key: str) -> list[A
         except UserError as error:
             raise UserError(f"{key}: {value.get('name', show(value))}: {error}") from None
         require(entry.name, f"{key}: name", "empty", "a name")
-        decided = DECIDED if kind is EncoderEntry else (*DECIDED, "checkpoint")
-        refuse_options(getattr(entry, "options", {}), decided, f"{key}: {entry.name}: options")
         command = getattr(entry, "command", None)
         require(command is None or command in EVALUATIONS, f"{key}: command", command, " or ".join(EVALUATIONS))
         if hasattr(entry, "options"):
             known = {each.key: each for each in settings_of(EVALUATIONS[command].config_class()())} if command else {}
             entry = replace(entry, options=dict(spread(entry.options, known)))
+            decided = DECIDED if kind is EncoderEntry else (*DECIDED, "checkpoint")
+            refuse_options(entry.options, decided, f"{key}: {entry.name}: options")
         entries.append(entry)
     names = [entry.name for entry in entries]
     require(len(set(names)) == len(names), f"{key}: names", names, "all different")

@@ -57,7 +57,7 @@ def differences_from_best(frame: pd.DataFrame) -> list[Difference]:
         frame: rows of a question.
     """
     scored = in_columns(frame)
-    scored = scored[scored.kind.isin(SCORED_KINDS) & ~scored.dataset.str.startswith("mean ")]
+    scored = scored[scored.kind.isin(SCORED_KINDS) & scored.dataset.isin(frame.dataset)]
     columns = [(name, rows) for name, rows in scored.groupby("column", sort=False) if rows.encoder.nunique() > 1]
     return [each for name, rows in columns for each in differences_in(name, rows, ERROR / len(columns))]
 

@@ -26,13 +26,13 @@ from evaluation.config.comparing import Question
 from evaluation.frozen.known_labels import lineage
 from evaluation.frozen.run_images import find_run, split_run
 from evaluation.metrics.scoring import (
+    KINDS,
     ONE_CLASS,
     LabelKind,
     Outcomes,
     image_scores,
     kind_of,
     kind_of_report,
-    kind_of_score,
     labelled_outcomes,
     load_outcomes,
     rank_of,
@@ -110,7 +110,8 @@ def means_of_groups(scores: pd.DataFrame) -> pd.DataFrame:
 
 def kind_of_scores(scores: Iterable[Any]) -> LabelKind:
     """The kind of label whose score has one of these headings; accuracy has none."""
-    return kind_of_score(next((score for score in scores if isinstance(score, str)), None))
+    headings = {*scores}
+    return next((kind for kind in KINDS.values() if kind.score_heading in headings), ONE_CLASS)
 
 
 # --- reports ---
@@ -149,13 +150,16 @@ def read_new_report(case: Case, file: Path) -> dict[str, Any]:
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
         rows = list(rows_of_report(case, report, file))
-        shown = [(row["case"], row["seed"]) for row in rows if row["kind"] in ("test", "validation")]
+        shown = [(row["case"], row["seed"]) for row in rows if row["kind"] in SCORED_KINDS]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         form = "{results: [{accuracy, ...}], protocol: {...}}"
         raise UserError(f"{case.entry.command} has not written {form} to {file}: {error!r}") from error
     if len(set(shown)) < len(shown):
         way = "give each a `case` of its own, or register it with case_key"
         raise UserError(f"{case.entry.command} has several results of the same case and seed: {way}")
+    reserved = {name for name, _ in shown if name in MASKED_BASELINES}
+    if reserved and case.kind != "masked patches":
+        raise UserError(f"{case.entry.command} has cases with names of baselines: {reserved}; name them otherwise")
     return report
 
 
@@ -168,10 +172,9 @@ def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[R
     if not is_tested and case.kind == "fine-tuning":
         results = [max(report["dev"], key=lambda each: rank_of(each["accuracy"]))]  # of its learning rates
     chosen = protocol.get("chosen_depth")
+    results = [result for result in results if chosen in (None, result.get("depth", chosen))]
     labels = {key: value for key, value in report.get("labels", {}).items() if key in ("images", "baselines") and value}
     for result in results:
-        if chosen is not None and result.get("depth", chosen) != chosen:
-            continue
         name = result.get("case", result.get(case.evaluation.case_key, ""))
         row = {"kind": "test" if is_tested else "validation", "case": str(name), "accuracy": result["accuracy"]}
         row |= {key: result[key] for key in OF_RESULTS if key in result} | labels
@@ -181,7 +184,7 @@ def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[R
         by_depth = protocol.get("dev_accuracy_by_depth", {})
         of_dev = [{"depth": int(depth), "accuracy": accuracy} for depth, accuracy in by_depth.items()]
         if not by_depth:
-            of_dev = [{"accuracy": result["dev_accuracy"]} for result in results if "dev_accuracy" in result]
+            of_dev = [{"accuracy": each["dev_accuracy"]} for each in results if each.get("dev_accuracy") is not None]
         yield from (about | {"kind": "dev"} | row for row in of_dev)
         for depth, rank in protocol.get("rank_by_depth", {}).items():
             yield {"kind": "rank", "seed": 0, "depth": int(depth), "rank": rank}
@@ -229,9 +232,9 @@ def read_published(file: str | None) -> dict[str, list[Row]]:
     Raises:
         UserError: the file is not a results.json, or that of the images' scores next to it is damaged.
     """
-    by_digest: dict[str, list[Row]] = {}
     if file is None:
-        return by_digest
+        return {}
+    by_case: dict[tuple[Any, ...], list[Row]] = {}
     try:
         results = json.loads(Path(file).read_text(encoding="utf-8"))["results"]
         kept = Path(file).with_name(SCORES_FILE)
@@ -239,12 +242,12 @@ def read_published(file: str | None) -> dict[str, list[Row]]:
         for row in results:
             if name_of(row) in scores:
                 row["scores"] = scores[name_of(row)].astype(float)
-            known = by_digest.setdefault(row["digest"], [row])
-            has_other_name = any(row.get(name) != known[0].get(name) for name in OF_CASE)
-            if row is not known[0] and not has_other_name:  # a result may have two
-                known.append(row)
-    except (*NPZ_ERRORS, KeyError, TypeError):
+            by_case.setdefault((row["digest"], *map(row.get, OF_CASE)), []).append(row)
+    except (*NPZ_ERRORS, TypeError):
         raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None
+    by_digest: dict[str, list[Row]] = {}
+    for (digest, *_), of_case in by_case.items():  # a result may have two names: the first counts
+        by_digest.setdefault(digest, of_case)
     return by_digest
 
 

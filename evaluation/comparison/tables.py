@@ -36,8 +36,8 @@ accuracy."""
 Cells = dict[str, dict[str, Cell]]
 """Encoder -> column -> cell.
 
-Columns are accuracies; of a single dataset also that of fine-tuning on training images that it left out, and the rank
-of the deepest features where a probe measured it.
+Columns are accuracies; of a single dataset also those on training images that fine-tuning or a probe left out, and the
+rank of the deepest features where a probe measured it.
 """
 RANK = "rank"
 COST_UNITS = {"pflop": "PFLOP", "device_hours": "device-hours"}
@@ -153,7 +153,7 @@ def costs_of(rows: pd.DataFrame, x: str, name: str) -> pd.Series:
 
 
 def cells_beside(rows: pd.DataFrame) -> dict[str, Cell]:
-    """Of an encoder: fine-tuning's accuracy on training images that it left out, the rank of the deepest features."""
+    """Of an encoder: accuracies on training images left out to choose by, the rank of the deepest features."""
     on_dev = rows[(rows.kind == "dev") & rows.depth.isna()].groupby("evaluation", sort=False)
     cells = {f"{evaluation}, dev": mean_and_spread(dev) for evaluation, dev in on_dev}
     ranks = rows[rows.kind == RANK]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mpp.config import (
+    SEED_END,
     ImageSize,
     Representation,
     RunConfig,
@@ -83,7 +84,7 @@ class EncoderConfig(Settings):
     """Local .safetensors file with the weights of a timm model, instead of its published ones."""
     random: bool = False
     """Use random weights in the same architecture: the baseline of pre-training."""
-    seed: int = 0
+    seed: int = setting(0, at_least=0, below=SEED_END)
     """Seed of the random weights."""
     img_size: int | ImageSize | None = None
     """Input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""

@@ -420,7 +420,7 @@ def extract_labelled_features(
     """
     encoder, depths, encode = open_extraction(frozen, data, extraction, accelerator)
     learned, tested, _ = load_labelled(data, accelerator, frozen.weights, 0, loaded, on_dev, extraction.task, kinds)
-    encoders = {frozen.encoder: (depths, encode)}
+    encoders = {"": (depths, encode)}  # whose name may be that of a baseline
     if baselines:
         encoders |= open_baselines(encoder, frozen, data, extraction, accelerator)
 
@@ -441,9 +441,8 @@ def extract_labelled_features(
     places = [(name, depth) for name, (depths_of_one, _) in encoders.items() for depth in depths_of_one]
     for (name, depth), of_train, of_test in zip(places, train.by_depth, test.by_depth, strict=True):
         features = LabelledFeatures(of_train, train.labels, of_test, test.labels, *about)
-        by_name[name][depth] = features.checked(name)
-    by_depth = by_name.pop(frozen.encoder)
-    return ExtractedFeatures(by_depth, left_out, describe_input(encoder, data, accelerator), by_name)
+        by_name[name][depth] = features.checked(name or frozen.encoder)
+    return ExtractedFeatures(by_name.pop(""), left_out, describe_input(encoder, data, accelerator), by_name)
 
 
 def describe_input(

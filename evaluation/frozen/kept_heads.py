@@ -26,8 +26,6 @@ DESCRIPTION_FILE = "head.json"
 
 HeadTask = Literal["classes", "several", "number", "pixels"]
 """Prediction of a head: the class of an image, several classes, a number, or the class of each pixel."""
-HEAD_TASKS: dict[str, HeadTask] = {"class": "classes", "several": "several", "number": "number"}
-"""By kind of label."""
 
 
 class StandardizedLinear(nn.Module):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.config import FeaturesConfig, ProbeConfig
-from evaluation.figures.charts import figure_style, markdown_table, plot_by_depth, save_figure, write_details
+from evaluation.figures.charts import markdown_table, plot_by_depth, save_figure, write_details
 from evaluation.frozen.features import (
     ExtractedFeatures,
     LabelledFeatures,
@@ -296,7 +296,7 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
 
 def digest(value: Any) -> str:
     """Six letters that tell values apart."""
-    return short_digest([repr(value).encode()])[:6]
+    return short_digest([repr(value).encode()], 6)
 
 
 # --- files ---
@@ -360,7 +360,7 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     protocol = report["protocol"]
     evaluated = protocol.get("features") or f"{protocol['encoder']}{', random weights' * protocol['random']}"
     rows = []
-    for name, each in ({evaluated: report} | report.get("baselines", {})).items():
+    for name, each in ((evaluated, report), *report.get("baselines", {}).items()):
         by_depth = each.get("summary_by_depth") or {each["protocol"].get("chosen_depth", 0): each["summary"]}
         for depth, scores in by_depth.items():
             rows.append([name, str(depth or "-"), *map(kind.text_of_scores, scores.values())])
@@ -371,9 +371,8 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     if on_dev:
         print("on a tenth of the training images; the held-out images were not used")
     if by_depth := report.get("summary_by_depth"):
-        with figure_style():
-            figure = plot_by_depth(by_depth, group_by, f"{'dev' if on_dev else 'test'} {kind.score_title}")
-            save_figure(figure, path.with_suffix(".png"))
+        figure = plot_by_depth(by_depth, group_by, f"{'dev' if on_dev else 'test'} {kind.score_title}")
+        save_figure(figure, path.with_suffix(".png"))
         print(f"wrote {path.with_suffix('.png')}")
     print_images(report)
     write_classes(path, report)

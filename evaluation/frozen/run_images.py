@@ -144,8 +144,7 @@ def reports_of_training(run: Path) -> list[Path]:
 def parse_and_load(
     config_class: type[ConfigT],
     arguments: Sequence[str] | None,
-    encoder_of: Callable[[Any], str] = tested_encoder,
-    how_read_of: Callable[[Any], dict[str, Any]] = lambda config: {},
+    source_of: Callable[[Any], tuple[str, dict[str, Any]]] | None = None,
     compare: bool = True,
 ) -> tuple[ConfigT, LoadedSplits | None]:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
@@ -159,8 +158,8 @@ def parse_and_load(
     Args:
         config_class: has `data`, and an encoder.
         arguments: words of the command line; None: `sys.argv[1:]`.
-        encoder_of: the encoder of the settings.
-        how_read_of: settings by which the images are read, whatever the encoder's were.
+        source_of: the encoder of the settings, and settings by which its images are read, whatever its run's were;
+            None: `tested_encoder`.
     Returns:
         The config, with the tested run of a fine-tuning as its encoder, and the splits of its images if comparing has
         loaded them.
@@ -173,17 +172,17 @@ def parse_and_load(
     path_is_named = is_given("data.path", words, usual)
     run, inherited = None, {}
     if not flatten(config).get("features"):
-        encoder = encoder_of(config)
+        encoder, reading = source_of(config) if source_of else (tested_encoder(config), {})
         run = find_run(encoder)
         if run:
             inherited = settings_from_run(run, config.data, path_is_named)
         elif path_is_named:
             inherited = how_read(encoder)
-        inherited |= how_read_of(config)
+        inherited |= reading
     usual = rebuild(usual, {f"data.{name}": value for name, value in inherited.items()})
     config = read(usual, words)
     check_given(config, usual)
-    if encoder_of is tested_encoder:
+    if source_of is None:
         config = rebuild(config, {"encoder": tested_encoder(config)})
     run_arguments = image_arguments(config.data)
     if "path" in inherited and run_arguments:

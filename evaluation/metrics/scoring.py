@@ -173,7 +173,8 @@ class LabelKind:
     def rows(self, result: Mapping[str, Any]) -> list[list[str]]:
         """A row for each figure of a result: its heading, and its value with the interval."""
         figures = {self.score: [result["accuracy"], *result["interval"]]} | result.get("figures", {})
-        return [[self.headings[name], self.text(name, *numbers)] for name, numbers in figures.items()]
+        unit = " (%)" * self.is_share
+        return [[self.headings[name] + unit, self.text(name, *numbers)] for name, numbers in figures.items()]
 
     def text(self, name: str, value: float | None, *ends: float | None, std: float | None = None) -> str:
         """A figure with its spread and its interval, where it has these; "-": the images do not have it."""
@@ -327,11 +328,6 @@ def kind_of(outcomes: Outcomes) -> LabelKind:
 def kind_of_report(report: Mapping[str, Any]) -> LabelKind:
     """The kind of label of a report that was written."""
     return KINDS[report.get("labels", {}).get("kind", ONE_CLASS.name)]
-
-
-def kind_of_score(heading: str | None) -> LabelKind:
-    """The kind of label whose score tables call so; None, or a name from elsewhere: one class."""
-    return next((kind for kind in KINDS.values() if kind.score_heading == heading), ONE_CLASS)
 
 
 def labelled_outcomes(outcomes: Outcomes) -> Outcomes:

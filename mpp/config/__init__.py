@@ -22,6 +22,7 @@ from mpp.config.data import (
     SourceConfig,
 )
 from mpp.config.fields import (
+    SEED_END,
     Settings,
     as_words,
     changed_settings,
@@ -62,6 +63,11 @@ class TrainingConfig(Settings):
     def is_fine_tuning(self) -> bool:
         """Whether a run is one of a fine-tuning's, which begin from its encoder, and do not branch."""
         return self.model is None
+
+    @property
+    def moves_teacher(self) -> bool:
+        """Whether targets change while they are learned, those of a moving average: losses then cannot be compared."""
+        return self.objective is not None and self.objective.moves_teacher
 
 
 @dataclass(frozen=True)
