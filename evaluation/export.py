@@ -35,6 +35,7 @@ from mpp.errors import UserError, one_line
 from mpp.features.frozen import pool
 from mpp.models.descriptions import how_read
 from mpp.models.plain import set_attention
+from mpp.runtime.messages import progress_bar
 from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import fingerprint
 
@@ -88,6 +89,7 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
         _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
         views = views_for(encoder, held_out.to_evaluate_on(config.data, config.images), config.data)
         loader = fixed_view_batches(views, config.data.batch_size or DEFAULT_BATCH_SIZE)
+        loader = progress_bar(loader, desc="comparing with PyTorch")
         inputs = (each.images if config.normalize else encoder.normalize(each.images) for each in loader)
         first = next(inputs)
         own = how_read(config.frozen.encoder) if config.data.path is None else {}  # for want of its images: the birds

@@ -17,7 +17,7 @@ from sklearn.linear_model import Ridge
 from evaluation.config import FewshotConfig
 from evaluation.frozen.features import LabelledFeatures
 from evaluation.frozen.results import commands_of_probe
-from mpp.runtime.messages import counted, note
+from mpp.runtime.messages import counted, note, progress_bar
 from mpp.runtime.start import run_main
 
 BIAS = 100.0
@@ -33,7 +33,7 @@ def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
             few = f"{(counts < shots).sum()} of {counted(len(counts), 'class', 'classes')}"
             note(f"{few}: fewer than {counted(shots, 'training image')}; the support set uses all of them")
     results = []
-    for seed in config.seeds:
+    for seed in progress_bar(config.seeds, desc="draws", unit="draw", delay=5):
         drawn = draw_by_class(features.train_labels, seed)
         for shots in config.shots:
             chosen = np.concatenate([images[:shots] for images in drawn])

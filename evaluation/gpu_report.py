@@ -52,6 +52,7 @@ class Report(NamedTuple):
     def add(self, title: str, *words: str) -> None:
         """Write a part: the output of a Python module's command, as far as it comes in the time that is left."""
         print(f"== {title}\n", file=self.file, flush=True)
+        print(f"{title} ...", flush=True)
         try:
             done = subprocess.run(
                 (sys.executable, "-m", *words),

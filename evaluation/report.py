@@ -83,9 +83,8 @@ CURVES = {
         *("accuracy", "heldout/accuracy", "heldout/two_nearest", "heldout/nearest", "heldout/most_frequent"),
         *ACCURACY_BASELINES,
     ),
-    "mean average precision (%)": ("heldout/macro_map", "heldout/micro_map"),
+    "mean average precision (%)": ("heldout/macro_map",),
     "explained variance (R2)": ("heldout/r2",),
-    "mean absolute error": ("heldout/mae",),
     "deviation over patches": ("target_deviation", "prediction_deviation"),
     "rank of the targets": ("target_rank",),
     "learning rate": ("optim/lr",),
@@ -172,7 +171,8 @@ def warnings_of(folder: Path) -> list[str]:
         for each in read_verdict(folder).get("warnings", [])
     ]
     file = folder / UNREADABLE_FILE
-    unreadable = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    unreadable = list(dict.fromkeys(lines))  # processes may name the same
     if unreadable:
         several = counted(len(unreadable), "image")
         warnings.append(f"{several} could not be decoded, others were taken instead: {shortened(unreadable)}")
@@ -207,7 +207,8 @@ def describe_growth(folder: Path) -> str:
     stable = config.optim.stable_steps(steps)
     if stable not in kept_steps(folder):
         start = shlex.quote(str(folder))
-        return f"begin a new run from this encoder (--model.init_from {start}); only optim.schedule wsd continues"
+        begin = f"begin a new run from this encoder (--model.init_from {start} --run.dir NEW)"
+        return f"{begin}; only optim.schedule wsd continues"
     trunk = shlex.quote(f"{folder}@{stable}")
     branch = f"--run.branch_from {trunk} --run.dir NEW --optim.schedule wsd --run.steps N"
     return f"the same command with a larger run.steps; cooled down: {branch}" if stable == steps else branch
@@ -295,7 +296,7 @@ def evaluation_blocks(folder: Path) -> list[Block]:
                 problems.append(Text(f"{file.name}: it is of other weights than those of the run now; evaluate again"))
                 continue
             rows += rows_of_evaluation(file, report)
-        except (UserError, OSError, ValueError, AttributeError, KeyError, TypeError):
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
             problems.append(Text(f"{file.name}: it is not a report of an evaluation"))
             continue
         confusion = file.with_name(file.stem + CONFUSION_FILE)

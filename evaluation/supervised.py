@@ -288,7 +288,7 @@ def finish(run: Path, folder: Path, writes_page: bool) -> None:
         folder: the run's, or that of its fine-tuning, which gets the classifier, too.
     """
     if not (run / CLASSIFIER).is_dir():
-        print(f"no {CLASSIFIER}/ for timm, whose models have one linear head (--head.kind linear) on what they pool")
+        print(f"no {CLASSIFIER}/ for timm, whose models have one linear head on what they pool")
     else:
         if folder != run:
             with complete(folder / CLASSIFIER) as partial:

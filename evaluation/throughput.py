@@ -38,6 +38,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
+from mpp.runtime.messages import progress_bar
 from mpp.runtime.start import run_main, start
 from mpp.training.flops import flop_counter
 from mpp.training.log import memory_bytes
@@ -231,7 +232,7 @@ def time_in_turn(steps: dict[str, Step], rounds: int) -> pd.DataFrame:
     """Seconds of each step (a column) in each round (a row) after the warm-up, the work of a GPU included."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
     seconds = {name: [] for name in steps}
-    for _ in range(WARMUP_ROUNDS + rounds):
+    for _ in progress_bar(range(WARMUP_ROUNDS + rounds), desc="rounds"):
         for name, step in steps.items():
             begin = time.perf_counter()
             step()
@@ -271,11 +272,11 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     release_memory()  # once more, as a prepared model refers to itself
     if accelerator.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    steps, memory = {}, []
+    steps, memory_gb = {}, 0.0
     for name, build in STEPS.items():
         steps[name] = build(bench)
         steps[name]()
-        memory.append(memory_bytes(accelerator.device) / 1e9)  # first of ours, before there are other models
+        memory_gb = memory_gb or memory_bytes(accelerator.device) / 1e9  # of the first, ours: no other model is there
     steps[CEILING] = matrix_products(accelerator)
     flops[CEILING] = flops_of(steps[CEILING])
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.machine()
@@ -296,7 +297,7 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     pairs = {f"{slow} / {fast}": seconds[slow] / seconds[fast] for slow, fast in RATIOS if slow in seconds}
     ratios = pd.DataFrame(pairs).agg(["median", "min", "max"])
     print(f"\n{config.model}, batch {config.batch_size}, {machine}; loading on one core")
-    print(f"memory of mpp's step: {memory[0]:.3g} GB")
+    print(f"memory of mpp's step: {memory_gb:.3g} GB")
     print(pd.DataFrame(columns).loc[median.index].round(2).to_string(na_rep=""))
     print(ratios.T.round(3).to_string())
     return {
@@ -304,7 +305,7 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
         "machine": machine,
         "seconds": seconds.to_dict("list"),
         "flops": flops.to_dict(),
-        "memory_gb": memory[0],
+        "memory_gb": memory_gb,
         "ratios": ratios.to_dict(),
     }
 

@@ -69,6 +69,7 @@ def write_shard(shard: Shard) -> int:
     """Write a shard, and notes on its images; returns the number of images, with those that were dropped."""
     kept: list[dict[str, Any]] = []
     dropped: list[str] = []
+    datasets.disable_progress_bars()  # one a shard
     source = shard.config.data
     array_dtype = find_array_dtype(shard.rows.features["image"])
     for row in shard.rows:
@@ -215,7 +216,7 @@ def begin(config: PrepareConfig, images: list[str]) -> None:
     settings = [f"{each.key}: {each.value}" for each in settings_of(config) if not each.about["operational"]]
     made_of = "\n".join(settings + images)
     file = out / NOTES_FOLDER / f"{short_digest([made_of.encode()])}.txt"
-    others = {path.name for path in out.iterdir()} - {LOCK, ".lock.holder"}
+    others = {path.name for path in out.iterdir()} - {LOCK}
     allowed = f"a new folder, or one begun with these settings and images (a text in {file.parent} lists its own)"
     require(file.is_file() or not others, "out", out, allowed)
     file.parent.mkdir(exist_ok=True)
@@ -232,7 +233,7 @@ def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, 
     print(f"{describe_source(config.data)}: {counted(len(shards), 'shard')}, {there} of them there already")
     workers = min(config.workers or cores(), len(missing))
     writers = WatchedLoader(missing, str, batch_size=None, num_workers=workers, collate_fn=write_shard)
-    bar = progress_bar(total=sum(len(shard.rows) for shard in missing), unit="image", desc="preparing")
+    bar = progress_bar(total=sum(len(shard.rows) for shard in missing), unit="image", desc="preparing shards")
     with bar, deaths_explained():
         for images in writers:
             bar.update(images)

@@ -186,13 +186,9 @@ class Pretraining(ImageTask):
         return predicted.predictions.float(), predicted.targets, images, corruption
 
     def record(self) -> dict[str, Any]:
-        """The record of the images and, for a teacher from timm or the hub, of its weights.
-
-        Weights that come from a file are recorded by `fingerprint_first_weights`.
-        """
+        """The record of the images and of a teacher's weights; `fingerprint_first_weights` replaces that of a file."""
         record = super().record()
-        objective = self.config.objective
-        if objective.frozen_teacher and not objective.teacher_checkpoint and not Path(objective.teacher).exists():
+        if self.config.objective.frozen_teacher:
             weights = self.model.teacher.encoder.state_dict().values()
             record["objective.teacher"] = {"weights": short_digest(each.cpu().numpy().tobytes() for each in weights)}
         return record
@@ -271,8 +267,11 @@ def print_next_steps(folder: Path) -> None:
     if line:
         print(f"verdict: {line}")
     page = folder / REPORT_PAGE
-    open_page = f"open {page}, or " if page.is_file() else ""
-    print(f"next: {open_page}tensorboard --logdir {quote(str(folder.parent))}")
+    ways = [f"open {page}"] if page.is_file() else []
+    if any(folder.glob("events.out.tfevents.*")):
+        ways.append(f"tensorboard --logdir {quote(str(folder.parent))}")
+    if ways:
+        print(f"next: {', or '.join(ways)}")
     has_labels = any(name.startswith("knn/") for line in read_history(folder) for name in line)
     print(f"next: mpp {'fewshot' if has_labels else 'visualize'} --encoder {quote(str(folder))}")
 

@@ -17,9 +17,9 @@ TO_KEEP = ("--data.eval_fraction=0.3", "--l2=0.01", "--baselines=false", "--save
 NAMES = ("Blåmes, adult", 'Ente "鴨"', "owl")
 
 
-def write_images(folder: Path, count: int = 12) -> Path:
+def write_images(folder: Path) -> Path:
     """A folder of images of three classes."""
-    for number in range(count):
+    for number in range(12):
         put_picture(folder / NAMES[number % 3] / f"{number:02d}, ü.png", number)
     return folder
 

@@ -110,11 +110,12 @@ def uncollected(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fresh_messages():
-    """A message is printed once in a process: every test starts as a new process does."""
+    """A process prints a message once, and asks the hub once: every test starts as a new process does."""
     from mpp.data.workers import allow_warning_again
-    from mpp.runtime import messages
+    from mpp.runtime import messages, weights
 
     messages.tell.cache_clear()
+    weights.download.cache_clear()
     allow_warning_again()
 
 

@@ -95,10 +95,10 @@ def npz(*arrays: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def tar(members: Iterable[tuple[str, bytes]], **options) -> bytes:
-    """A tar file of members (name, content); options of `tarfile.open`."""
+def tar(members: Iterable[tuple[str, bytes]]) -> bytes:
+    """A tar file of members (name, content)."""
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", **options) as shard:
+    with tarfile.open(fileobj=file, mode="w") as shard:
         for name, content in members:
             info = tarfile.TarInfo(name)
             info.size = len(content)
@@ -106,7 +106,7 @@ def tar(members: Iterable[tuple[str, bytes]], **options) -> bytes:
     return file.getvalue()
 
 
-def write_tar(file: Path | str, members: Iterable[tuple[str, bytes]], **options) -> None:
+def write_tar(file: Path | str, members: Iterable[tuple[str, bytes]]) -> None:
     """Write a tar file, and the folders that it is in."""
     os.makedirs(os.path.dirname(file), exist_ok=True)
-    Path(file).write_bytes(tar(members, **options))
+    Path(file).write_bytes(tar(members))

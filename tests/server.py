@@ -9,6 +9,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -145,9 +146,9 @@ class Command:
         return [process.exitcode for process in self.processes]
 
 
-def begin(folder: Path, *options: str, module: str = "pretrain", **how) -> Command:
+def begin(folder: Path, *options: str, **how) -> Command:
     """A tiny run in this folder; `how`: see Command."""
-    return Command(module, *TINY, *options, f"--run.dir={folder}", **how)
+    return Command("pretrain", *TINY, *options, f"--run.dir={folder}", **how)
 
 
 def finish(command: Command) -> Command:
@@ -164,6 +165,7 @@ def fails(command: Command, *said: str) -> None:
     """Each of its processes ends with an error, which says this, and with no traceback."""
     assert set(command.wait()) == {2}, command.said[-3000:]
     assert [words for words in said if words not in command.said] == [], command.said[-3000:]
+    assert re.search("^error", command.said, re.MULTILINE), command.said[-3000:]  # not behind a progress bar
     assert "Traceback" not in command.said
 
 

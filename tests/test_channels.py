@@ -29,7 +29,7 @@ from mpp.data.sources import image_arguments
 from mpp.features.metrics import measure_predictions, summarize
 from mpp.features.reconstructions import as_rgb, prediction_columns, stretch
 from mpp.models.encoder import build_encoder
-from mpp.objectives import build_objective, patches_at
+from mpp.objectives import build_objective
 
 QUICK = ("--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8")
 SMALL = ("--model.width=16", "--model.depth=1", "--model.heads=2", "--model.img_size=32", "--run.report=false")
@@ -75,16 +75,6 @@ def objective_of(channels, **settings):
 def corruption():
     """Masks for two of these images."""
     return draw_batch(CorruptionConfig(**MASKED), (2, 3), 2)
-
-
-@pytest.mark.parametrize("channels", [1, 4])
-def test_mean_colors_by_hand(channels, corruption):
-    images = images_of(channels)
-    levels = (patches_at(images, corruption.positions, 8).double().mean((-2, -1)) * 8 / 255).long()
-    apart = objective_of(channels, factorized=True).targets(images, corruption.positions)
-    assert torch.equal(apart, levels)
-    combined = (levels * 8 ** torch.arange(channels).flip(0)).sum(-1)
-    assert torch.equal(objective_of(channels).targets(images, corruption.positions)[..., 0], combined)
 
 
 def test_factorized_accuracy_by_hand(corruption):
@@ -141,7 +131,7 @@ def test_moments_by_hand(bands):
     assert_allclose(std, values.std(0), atol=1e-6)
 
 
-def test_measured_moments_stay_when_a_run_goes_on(pretrain, monkeypatch, four, bands):
+def test_measured_moments_stay_when_a_run_goes_on(pretrain, monkeypatch, four):
     words = [*four, "--model.mean=auto", "--model.std=auto"]
     folder = pretrain(*words)
     mean = read_yaml(folder / "config.yaml")["model"]["mean"]

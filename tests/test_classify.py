@@ -1,6 +1,7 @@
 """Supervised pre-training and fine-tuning: the same loop, other tasks."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from conftest import (
     write_pictures,
 )
 from model_inputs import HALVES, by_timm, random_images, scaled
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 import mpp
@@ -129,9 +130,6 @@ def test_a_classifier_is_exported_where_timm_pools_alike(pooling, is_timms):
     encoder = timm.create_model("vit_relpos_base_patch16_clsgap_224", embed_dim=16, depth=1, num_heads=2, num_classes=0)
     model = HeadedEncoder(encoder, Normalize(*HALVES), pooling, torch.nn.Linear(16, 4)).eval()
     assert (as_timm_classifier(model, model.head, (224, 224)) is not None) == is_timms
-
-
-MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--augment.label_smoothing=0.1")
 
 
 @pytest.mark.parametrize("name", ["test_convnext", "test_mambaout", "hgnet_tiny", "test_resnet", "levit_128s"])
@@ -241,6 +239,15 @@ def test_finetuning_compares_rates_on_dev_over_dev_steps_and_tests_once(tmp_path
     finetune.main(arguments)  # finished: nothing is trained again
     assert (tmp_path / "finetune.json").read_bytes() == before
     assert f"next: mpp predict --classifier {tested} --data.path" in capsys.readouterr().out
+
+
+def test_a_fine_tuning_continues_from_its_own_encoder_alone(tmp_path, encoder):
+    copy = shutil.copytree(encoder, tmp_path / "encoder")
+    fine_tune(tmp_path / "tuned", copy, "--lrs=0.1", "--run.steps=1")
+    weights = load_file(copy / "model.safetensors")
+    save_file(weights | {"norm.bias": weights["norm.bias"] + 1}, copy / "model.safetensors")
+    with refused(r"another config: encoder_sha256"):
+        fine_tune(tmp_path / "tuned", copy, "--lrs=0.1", "--run.steps=1")
 
 
 def test_dev_runs_are_as_short_as_the_run(tmp_path, encoder):

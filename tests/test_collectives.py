@@ -22,7 +22,7 @@ from mpp.config import OptimConfig, RunConfig
 from mpp.training import parallel
 from mpp.training.optim import build_optimizer
 
-GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+GATHER, SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from conftest import ADAM, CUT, TINY, put_picture, read_json, read_metrics, refused, without_times, write_classes
 from safetensors.torch import load_file
-from server import Command, finish
+from server import begin, finish
 from sklearn.neighbors import NearestNeighbors
 from torchvision.transforms.v2.functional import resize
 
@@ -214,6 +214,6 @@ def test_a_branch_measures_from_the_start_of_its_trunk(pretrain, general, tmp_pa
 def test_two_processes_measure_as_one_does(tmp_path, pretrain, settings):
     """In shards of the weights."""
     one = pretrain(*settings, dir=tmp_path / "one")
-    finish(Command("pretrain", *TINY, *settings, f"--run.dir={tmp_path / 'two'}", processes=2, sharded=True))
+    finish(begin(tmp_path / "two", *settings, processes=2, sharded=True))
     for name in ("general/knn/depth_02", "drift/weights/depth_01"):
         assert read_metrics(tmp_path / "two", name) == pytest.approx(read_metrics(one, name), abs=1e-4)

@@ -152,7 +152,6 @@ def stopped_by(name, folder):
 
 @pytest.mark.parametrize("kind", KILLS)
 def test_kills_of_pretraining(tmp_path, tally, undisturbed, kind):
-    """633 images in updates of 8: the run has several ends of an epoch on its way."""
     kills, processes, options = KILLS[kind]
     options += (SELDOM[0], "--run.checkpoint_every=5")
     killed = tmp_path / "killed"
@@ -326,7 +325,7 @@ def test_a_second_signal_ends_at_once(tmp_path, tally):
     run.signal(15)
     wait_until((tmp_path / "stalled").exists, of=run)
     run.signal(15)
-    assert run.wait() == [128 + 15]
+    assert run.wait() == [128 + 15] and "a second signal ends the run at once" in run.said
     tally("a second SIGTERM")
 
 

@@ -276,7 +276,9 @@ def test_the_report_says_how_a_run_ended_and_the_command_that_trains_longer(runs
     points = [dict(verdict_points(runs / name, read_history(runs / name))) for name in ("trunk", "branch")]
     assert ["not cooled down yet" in each for each in points] == [True, False]
     assert "the same command with a larger run.steps" in advice(runs / "trunk", NOT_COOLED_DOWN)
-    assert f"begin a new run from this encoder (--model.init_from {finished_run})" in advice(finished_run, LOSS_FALLS)
+    assert f"begin a new run from this encoder (--model.init_from {finished_run} --run.dir NEW)" in advice(
+        finished_run, LOSS_FALLS
+    )
     of_whole = re.search(r"--run\.branch_from .*? --run.steps \w+", advice(runs / "whole", LOSS_FALLS))[0]
     words = shlex.split(of_whole.replace("NEW", str(tmp_path / "new")).replace("steps N", "steps 8"))
     words = [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]

@@ -100,6 +100,8 @@ def test_a_run_continues_on_its_own_images_from_its_own_weights_alone(pretrain, 
     (others / "cat" / "01.png").unlink()
     with refused(r"other images or weights: train: images was \d+, is"):
         train("other")
+    shutil.rmtree(tmp_path / "moved")
+    train("moved")  # a finished run needs no images
     assert file.read_text() == text
 
 

@@ -4,10 +4,12 @@ import os
 import socket
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
+from accelerate import PartialState
 from conftest import read_metrics, refused
 
 import mpp.pretrain
@@ -15,7 +17,7 @@ from mpp.config import RunConfig
 from mpp.errors import Diverged, UserError
 from mpp.runtime import start
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.processes import check_address, check_sharding
+from mpp.runtime.processes import check_address, check_sharding, on_main_process
 from mpp.runtime.start import choose_precision, choose_threads, run_main, user_message
 from mpp.training.log import check_trackers
 from mpp.training.loop import TrainingStep
@@ -127,8 +129,10 @@ def test_a_machine_that_others_cannot_reach_is_refused(monkeypatch, address, env
 
 @pytest.mark.parametrize("bug", [RuntimeError("size mismatch"), ValueError("zip()"), KeyError("a")])
 def test_a_bug_keeps_its_traceback(bug):
-    with pytest.raises(type(bug)):
-        run_main(Mock(side_effect=bug))
+    for act in (run_main, partial(on_main_process, PartialState())):
+        with pytest.raises(type(bug)) as raised:
+            act(Mock(side_effect=bug))
+        assert raised.value is bug
 
 
 @pytest.mark.parametrize("error", [UserError("data.path is x"), Diverged("not finite"), OSError(28, "No space left")])
@@ -144,6 +148,14 @@ def test_a_launcher_that_was_told_cpu_leaves_the_gpu_alone(monkeypatch):
     assert uses_gpu()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert not uses_gpu()
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(start, "uses_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with refused("LOCAL_RANK is 1; it must be below 1"):
+        start.start(RunConfig())
 
 
 def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch, capsys):

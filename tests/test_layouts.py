@@ -345,15 +345,17 @@ def test_arrays_count_beside_pictures_where_a_list_names_them(tmp_path):
 
 @pytest.mark.parametrize("place", ["inside", "outside"])
 @pytest.mark.parametrize("absolute", [False, True])
-def test_a_list_anywhere(tmp_path, place, absolute):
+def test_a_list_anywhere(tmp_path, capsys, place, absolute):
     """Names start from data.path, or from the list; through a link to the images, too."""
-    write(tmp_path / "images", {"a.png": 0, "b.png": 1})
+    write(tmp_path / "images", {"a.png": 0, "b.png": 1, "labels.csv": f"{LIST}a.png,other\n"})
     (tmp_path / "data").symlink_to("images")
     start = f"{tmp_path}/images/" if absolute else "data/" if place == "outside" else ""
     file = tmp_path / ("images" if place == "inside" else ".") / "any name.csv"
     file.write_text(f"{LIST}{start}a.png,p\n{start}b.png,q\n")
     images = in_train(tmp_path / "data", labels=str(file))
     assert {name: image.label for name, image in images.items()} == {"a.png": "p", "b.png": "q"}
+    warned = capsys.readouterr().err
+    assert "labels.csv" in warned and "any name.csv" not in warned
 
 
 # tar shards -----------------------------------------------------------------------------------------------------------

@@ -27,42 +27,48 @@ SETTINGS = {
 }
 
 
-def objective(name, patch=4, **settings):
-    return build_objective(ObjectiveConfig(name=name, **settings), patch)
+def objective(name, patch=4, channels=3, **settings):
+    return build_objective(ObjectiveConfig(name=name, **settings), patch, channels)
 
 
 def targets_of(objective, patches):
-    """The targets of patches (B, K, 3, P, P) that lie side by side in an image."""
+    """The targets of patches (B, K, C, P, P) that lie side by side in an image."""
     side_by_side = rearrange(patches, "b k c h w -> b c h (k w)")
     return objective.targets(side_by_side, torch.arange(patches.shape[1]).expand(len(patches), -1))
 
 
-def random_patches(count=3, side=4):
-    return torch.randint(0, 256, (2, count, 3, side, side), dtype=torch.uint8)
+def random_patches(count=3, side=4, channels=3):
+    return torch.randint(0, 256, (2, count, channels, side, side), dtype=torch.uint8)
+
+
+def levels_by_hand(patch, bits):
+    """Level of each channel of (C, H, W) in exact fractions: v in [k / L, (k + 1) / L) is level k, and 1 is L - 1."""
+    means = [Fraction(int(channel.astype(int).sum()), 255 * channel.size) for channel in patch]
+    return [min(int(mean * 2**bits), 2**bits - 1) for mean in means]
 
 
 def by_hand(patch, bits):
-    """Colour class of (3, H, W) in exact fractions: v in [k / L, (k + 1) / L) is level k, and 1 is level L - 1."""
-    levels = 2**bits
+    """Colour class of (C, H, W)."""
     number = 0
-    for channel in patch:
-        mean = Fraction(int(channel.astype(int).sum()), 255 * channel.size)
-        number = number * levels + min(int(mean * levels), levels - 1)
+    for level in levels_by_hand(patch, bits):
+        number = number * 2**bits + level
     return number
 
 
-@pytest.mark.parametrize("bits", [3, 4])
-def test_mean_color_by_hand(bits):
+@pytest.mark.parametrize("channels, bits", [(3, 3), (3, 4), (1, 3), (4, 3)])
+def test_mean_color_by_hand(channels, bits):
     """Edges of bins belong to the bin above."""
-    patches = random_patches(6)
+    patches = random_patches(6, channels=channels)
     patches[0, :4] = torch.tensor([0, 255, 0, 0], dtype=torch.uint8).view(4, 1, 1, 1)
     patches[0, 2:4, :, 0, :2] = 255  # of 16 pixels: a mean of exactly 1/8,
-    patches[0, 3, 1, 0, 0] = 254  # and one a bit below
-    tested = objective("mean_color", bits=bits)
-    expected = [by_hand(patch.numpy(), bits) for patch in patches.flatten(0, 1)]
-    assert expected[1] == 8**bits - 1 and expected[2] != expected[3]
+    patches[0, 3, 0, 0, 0] = 254  # and one a bit below
+    tested, apart = (objective("mean_color", channels=channels, bits=bits, factorized=each) for each in (False, True))
+    each_patch = patches.flatten(0, 1).numpy()
+    expected = [by_hand(patch, bits) for patch in each_patch]
+    assert expected[1] == 2 ** (bits * channels) - 1 and expected[2] != expected[3]
     for pixels in (patches, patches.float()):
         assert targets_of(tested, pixels).flatten().tolist() == expected
+        assert targets_of(apart, pixels).flatten(0, 1).tolist() == [levels_by_hand(each, bits) for each in each_patch]
 
 
 @pytest.mark.parametrize("bits, factorized", [(1, False), (3, False), (2, True)])

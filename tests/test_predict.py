@@ -154,7 +154,7 @@ def test_a_table_with_other_names_of_labels_is_another(head, class_images, tmp_p
 # --- the encoder of a kept head, and how it read its images ---
 
 
-def test_an_encoder_may_move_with_its_head_or_without(run_with_head, head, finished_run, class_images, tmp_path):
+def test_an_encoder_may_move_with_its_head_or_without(run_with_head, head, class_images, tmp_path):
     expected = predict_to(tmp_path / "a.csv", head, class_images).read_bytes()
     moved = shutil.copytree(run_with_head, tmp_path / "moved")
     away = run_with_head.rename(run_with_head.with_name("away"))

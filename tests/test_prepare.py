@@ -175,7 +175,7 @@ def test_one_command_a_folder(folder, tmp_path):
         main(options(folder, tmp_path / "out"))
 
 
-def test_names_that_lead_out_write_nothing_there(tmp_path):
+def test_names_that_lead_out_are_cut(tmp_path):
     cells = [{"bytes": encoded(picture(1)), "path": "../../../../tmp/evil.png"}] * 2
     rows = datasets.Dataset.from_dict({"image": cells}, datasets.Features({"image": datasets.Image()}))
     rows.to_parquet(tmp_path / "data" / "train.parquet")

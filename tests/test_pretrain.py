@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mpp
-from mpp.config import Config
+from mpp.config import Config, settings_of
 from mpp.config.parsing import parse_saved
 from mpp.data.dataset import ImageDataset
 from mpp.models.descriptions import EncoderFacts, export_encoder
@@ -146,6 +146,18 @@ def test_a_finished_run_says_so_and_changes_nothing(pretrain, trained, capsys):
     pretrain(*operational, "--model.activation_checkpointing=true")
     assert f"{trained} is finished: 4 steps" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+
+
+def test_settings_that_may_differ_on_resume_are_those_of_the_page():
+    """Of mpp/README.md. `run.compile` is compared in a way of its own."""
+    may_differ = {each.key: each.about["operational"] for each in settings_of(Config()) if each.is_shown}
+    of_run = {key for key in may_differ if key.startswith(("run.", "probe."))}
+    assert {key for key in of_run if not may_differ[key]} == {
+        *("run.steps", "run.seed", "run.reduction", "run.precision", "run.compile")
+    }
+    assert {key for key in may_differ.keys() - of_run if may_differ[key]} == {
+        *("data.batch_size", "data.cache_gb", "data.read_retries", "data.workers", "model.activation_checkpointing")
+    }
 
 
 def test_a_short_runs_warm_up_is_noted_and_resumed(pretrain, stopped_at):

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import HANGS, TINY_TUNING, close, launched, read_metrics, refused, tiny_without, write_pictures
+from conftest import HANGS, TINY_TUNING, close, launched, read_metrics, tiny_without, write_pictures
 from safetensors.torch import load_file, save_file
 from server import Command, at_update, begin, context, environments_of, fails, finish, free_port
 
@@ -143,14 +143,6 @@ def test_two_processes_extract_the_same(tmp_path):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
         else:  # names of classes and images, and the kind of label
             assert found == expected
-
-
-def test_each_process_has_a_gpu_of_its_own(monkeypatch):
-    monkeypatch.setattr(start, "uses_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with refused("LOCAL_RANK is 1; it must be below 1"):
-        start.start(RunConfig())
 
 
 def join_alone(port, said):

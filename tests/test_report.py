@@ -92,6 +92,8 @@ def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(tmp_path, monke
     evaluation = {"results": [], "summary": {f"5 {SCRIPT}": {"mean": 0.5, "std": 0.1, "count": 3}}}
     write_report(folder / "evaluation" / f"few{SCRIPT}.json", evaluation)
     (folder / "evaluation" / "torn.json").write_text("{")
+    unreadable = folder / "unreadable.txt"
+    unreadable.write_text(2 * unreadable.read_text(encoding="utf-8"), encoding="utf-8")  # two processes saw it
     monkeypatch.setattr("evaluation.report.VisualizeConfig", lambda: VisualizeConfig(images=2))  # six take seconds
     report([f"--encoder={folder}", *FAST])
     file = folder / "report.html"

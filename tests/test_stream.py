@@ -51,6 +51,11 @@ def test_shards_behind_a_link_are_known(two_places):
     assert listed(folder) != before
 
 
+def test_shards_of_a_pattern_with_brackets_are_known(two_places):
+    (two_places / "a").rename(two_places / "a [1]")
+    assert [name for name, *_ in listed(f"file://{two_places}/a [1]/train-*.tar")] == ["/train-0.tar"]
+
+
 def test_shards_of_two_servers_are_two():
     """Of servers that say nothing of their files but the size."""
     server = SimpleNamespace(info=lambda name: {"size": 9})

@@ -1,6 +1,6 @@
 """The verdict on a run: checks against histories made by hand, and against those of runs made sick and healthy ones.
 
-The runs take minutes: what they logged is kept in histories/. `-m faults` trains two of them again.
+The runs take minutes: what they logged is kept in histories/. `-m faults` trains a sick one again.
 """
 
 import json

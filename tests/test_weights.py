@@ -5,7 +5,6 @@ Nothing is left random. What cannot be read is named with its reason; moments an
 
 import shutil
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import timm
@@ -77,10 +76,7 @@ WAYS = {  # a setting -> the encoder with the weights of a folder that it names
     "model.init_from": begun_small,
     "model.init_from ": lambda folder: begun_small(folder / "model.safetensors"),
     "encoder": lambda folder: mpp.load_encoder(folder),
-    "encoder ": lambda folder: load_frozen_encoder(str(folder)).model,
-    "objective.teacher": lambda folder: load_encoder(str(folder), setting="objective.teacher", num_classes=0),
     "checkpoint": of_name,
-    "objective.teacher_checkpoint": partial(of_name, key="objective.teacher"),
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, read_json
+from conftest import FAST, ROOT, read_json
 from model_inputs import by_timm
 from safetensors.torch import load_file
 
 import mpp
+from evaluation import knn
 from mpp.runtime.weights import ZOO_FOLDER, fingerprint
 
 ENCODERS = sorted(file.parent for file in ZOO_FOLDER.glob("*/model.safetensors"))
@@ -33,6 +34,13 @@ def test_an_encoder_loads_by_its_name_gives_the_features_of_timm_and_is_the_one_
     assert digest and digest in card
     for words in ("no formal licence", "## Command", "PFLOP", "## Limitations"):
         assert words in card
+
+
+def test_an_encoder_is_evaluated_by_its_name(few_birds, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [f"--encoder=zoo:{ENCODERS[0].name}", f"--data.path={few_birds}", *FAST, "--neighbours=5"]
+    assert knn.main(words)["baselines"].keys() == {"random weights", "pixels"}
+    assert list(tmp_path.glob(f"runs/zoo_{ENCODERS[0].name}/**/knn*.json"))
 
 
 def test_the_page_says_what_was_measured_on_these_files():

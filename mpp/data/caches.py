@@ -1,4 +1,4 @@
-"""Folders of derived data that are made once and kept for later starts: samples of streams, listings.
+"""Folders of derived data that are made once and kept for later starts: samples of streams. Listings are made again.
 
 They lie in the cache of `datasets` (HF_DATASETS_CACHE), in a folder that only its user may write to. All processes of a
 machine share them. The kernel's lock on a file says which process makes one and which use it: it ends with its process.

@@ -14,7 +14,7 @@ from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source, is_url
 from mpp.data.decoding.arrays import check_numbers
 from mpp.data.retry import read_with_retries
-from mpp.data.tars import is_member_path, member_name, read_member, shard_of
+from mpp.data.tars import member_name, read_member, shard_of
 from mpp.errors import ReadFailed, UnreadableImage, UserError, one_line
 
 BINARY_TYPES = ("binary", "large_binary")
@@ -55,15 +55,16 @@ def read_file(path: str) -> bytes:
     if not (os.path.isabs(path) or is_url(path)):
         way = "give a table of relative paths as data.labels, and their folder as data.path"
         raise UnreadableImage(f"{path} is a relative path; {way}")
+    shard = shard_of(path)
     try:
-        if is_member_path(path):
+        if shard != path:
             return read_member(path)
         if is_url(path):
             return read_url(path)
         with open(path, "rb") as file:
             return file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
-        if is_url(shard_of(path)) or has_entries(os.path.dirname(os.path.realpath(shard_of(path)))):
+        if is_url(shard) or has_entries(os.path.dirname(os.path.realpath(shard))):
             raise UnreadableImage(f"missing: {one_line(error)}") from error
         raise
 

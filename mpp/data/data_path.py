@@ -18,6 +18,11 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def as_pattern(path: str) -> str:
+    """A path or URL with * as fsspec's `glob` takes it: to it, brackets would be sets of characters."""
+    return path.replace("[", "[[]")
+
+
 def is_local(path: str | None) -> bool:
     """Whether `data.path` is a file or folder on this machine."""
     return path is not None and not is_url(path) and Path(path).expanduser().exists()

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import attrgetter
@@ -187,15 +187,12 @@ def split_of_cell(value: Any) -> str | None:
     return SPLIT_WORDS.get(text.lower(), text) or None
 
 
-def split_of_shard(path: str, folders: Sequence[str] = ()) -> str:
+def split_of_shard(path: str) -> str:
     """The split of a shard by its name: NAME of NAME-00000-of-00012, or a word such as train, val or test.
 
-    Args:
-        folders: names of the folders around it, whose words count if its own name has none.
-    Returns:
-        train, where there is no such word and no NAME.
+    Words of the folders around it count if its own name has none. Without a word and a NAME it is train.
     """
-    name = os.path.basename(path)
+    *folders, name = path.split("/")
     numbered = NUMBERED_SHARD.match(name)
     own = SPLIT_WORD_AT_END.search(numbered[1].lower()) if numbered else SPLIT_WORD_INSIDE.search(name.lower())
     words = [own, *(SPLIT_WORD_INSIDE.search(folder.lower()) for folder in reversed(folders))]
@@ -209,7 +206,7 @@ def shards_by_split(shards: Iterable[str], start: str) -> dict[str, list[str]]:
     """Split -> shards, which are paths or URLs from `start` on; training first."""
     splits: dict[str, list[str]] = defaultdict(list)
     for shard in shards:
-        splits[split_of_shard(shard, os.path.dirname(shard).split("/"))].append(start + shard)
+        splits[split_of_shard(shard)].append(start + shard)
     return {split: splits[split] for split in sorted(splits, key=split_order)}
 
 

@@ -12,7 +12,6 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from mpp.data.columns import common_folder, is_encoded, read_cell
 from mpp.data.dataset import ImageDataset
@@ -47,15 +46,10 @@ def identify_images(
         "split": split,
         "images": len(dataset),
         "files": short_digest(split_fingerprint(whole, dataset.image_column, retries)),
-        "chosen": None if chosen is None else digest_indices(chosen),
+        "chosen": None if chosen is None else short_digest([chosen.astype(np.int64).tobytes()]),
         "labels": short_digest([dataset.labels.tobytes()]) if has_labels else None,
         "revision": revision,
     }
-
-
-def digest_indices(indices: NDArray[np.int64]) -> str:
-    """The digest of the indices of images that are chosen from a split, (n,)."""
-    return short_digest([indices.astype(np.int64).tobytes()])
 
 
 def split_fingerprint(rows: datasets.Dataset, column: str, retries: int) -> Iterator[bytes]:

@@ -122,7 +122,11 @@ def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
     """Path -> columns of the lists of a tree, or of that of `data.labels`. The column of file names is IMAGE."""
     paths = [os.path.join(tree.root, name) for name in tree.lists]
     if config.labels is not None:
+        tree.leave_out("lists of images; data.labels names another", *paths)
         paths = [os.path.abspath(os.path.expanduser(config.labels))]
+        used = os.path.realpath(paths[0])
+        for names in tree.left_out.values():
+            names[:] = [name for name in names if os.path.realpath(os.path.join(tree.root, name)) != used]
     tables = {path: read_list(path, config) for path in paths}
     lists = {path: table for path, table in tables.items() if IMAGE in table}
     if not lists and (config.labels or config.file_column):

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from mpp.config import ImagesConfig, require
 from mpp.data.columns import can_hold_images
-from mpp.data.data_path import describe_source, is_hub_dataset, is_url
+from mpp.data.data_path import as_pattern, describe_source, is_hub_dataset, is_url
 from mpp.data.decoding.formats import what_is
 from mpp.data.folder import (
     ARCHIVE_ENDINGS,
@@ -113,8 +113,7 @@ def is_shard(table: str, tree: Tree, config: ImagesConfig) -> bool:
         return False
     if config.image_column in features or any(map(can_hold_images, features.values())):
         return True
-    if os.path.realpath(path) != os.path.realpath(os.path.expanduser(config.labels or "")):
-        tree.leave_out("tables without images; data.labels names a list", table)
+    tree.leave_out("tables without images; data.labels names a list", table)
     return False
 
 
@@ -179,7 +178,7 @@ def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     if ending_of(config.path) in SHARD_BUILDERS and "*" not in config.path:
         return load_shards({"train": [config.path]}, config, streaming)
     system, root = fsspec.url_to_fs(config.path)
-    files = system.glob(root.replace("[", "[[]")) if "*" in root else system.find(root)
+    files = system.glob(as_pattern(root)) if "*" in root else system.find(root)
     urls = [system.unstrip_protocol(file) for file in sorted(files) if ending_of(file) in SHARD_BUILDERS]
     refuse_other_endings(urls, config)
     start = system.unstrip_protocol(root).rstrip("/") + "/"

@@ -12,11 +12,12 @@ from typing import TypeVar
 
 from datasets.exceptions import DatasetsError
 from fsspec.exceptions import FSTimeoutError
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import OfflineModeIsEnabled
 from pyarrow import ArrowException
 
 from mpp.data.workers import allow_warning_again, warn_once
 from mpp.errors import ReadFailed, one_line
+from mpp.runtime.weights import HTTPError
 
 try:
     from aiohttp import ClientError  # of fsspec over HTTP
@@ -24,8 +25,6 @@ except ImportError:
     ClientError = ConnectionError
 
 T = TypeVar("T")
-HTTPError = HfHubHTTPError.__mro__[1]
-"""Base of the errors of the hub's client. It comes from the client's own library, and is not always an OSError."""
 NETWORK_ERRORS = (OSError, FSTimeoutError, HTTPError, ClientError)
 """Errors of a disk or a server that has gone away."""
 LOADING_ERRORS = (

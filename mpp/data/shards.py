@@ -23,7 +23,7 @@ from torch import Tensor
 from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.data.caches import ROWS_FILE, cached
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
-from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_url
+from mpp.data.data_path import BIRDS_FOLDER, as_pattern, describe_source, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding import decode
 from mpp.data.folder import SHARD_BUILDERS, walk
@@ -282,7 +282,7 @@ def list_files(url: str) -> FileStamps:
         names = *tree.tables, *tree.tars, *tree.lists
         infos = {os.path.join(root, name): {} for name in names} or system.find(root, detail=True)
     elif "*" in root:
-        infos = system.glob(root, detail=True)
+        infos = system.glob(as_pattern(root), detail=True)
     elif root.endswith(SHARD_ENDINGS) and system.isfile(root):  # over HTTP a folder is a file, too
         infos = {root: system.info(root)}
     else:

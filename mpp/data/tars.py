@@ -229,11 +229,6 @@ def stream_rows(shards: list[str], config: ImagesConfig) -> Iterator[dict[str, A
             yield {config.image_column or IMAGE: image, **labels}
 
 
-def is_member_path(path: str) -> bool:
-    """Whether a path is that of an image in a shard."""
-    return MEMBER_PATH.fullmatch(path) is not None
-
-
 def read_member(path: str) -> bytes:
     """An image of a shard on this machine, by its path."""
     parts = MEMBER_PATH.fullmatch(path)

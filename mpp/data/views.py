@@ -1,4 +1,4 @@
-"""Samples of images, and batches of samples: decoded crops and their corruption, as uint8 and integers.
+"""Samples of images, and batches of samples: decoded crops as uint8 (float32 of other depths), corruption as integers.
 
 Training is one endless sequence of positions. Position p is image p % n of epoch p // n in that epoch's order, so the
 step determines which images come next; there is no partial batch and no padding. A sample is a pure function of

@@ -143,9 +143,7 @@ class WatchedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Batches. Loader processes start now, not with the first batch: a fork may hang once other threads run."""
         are_running = self.loader.persistent_workers and self.all_begun()
-        if self.loader.num_workers == 0 or are_running:
-            return self.with_short_errors(iter(self.loader))
-        return self.with_short_errors(self.start())
+        return self.with_short_errors(iter(self.loader) if are_running else self.start())
 
     def start(self) -> Iterator[Any]:
         """torch's iterator, after all of its loader processes have begun; raises UserError where they do not."""
@@ -171,15 +169,16 @@ class WatchedLoader:
         return bool(self.notes[:-1, 0].all())
 
     def with_short_errors(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; of a loader process's UserError only the last line, which is its message, is raised."""
+        """The batches; of a loader process's error only the last line, its message, is raised."""
         try:
             yield from batches  # a generator keeps this object, and so its notes, alive
-        except UserError as error:
-            last_line = str(error).rstrip().rsplit("\n", 1)[-1]
-            error_name = f"{type(error).__module__}.{type(error).__qualname__}: "
-            raise type(error)(last_line.removeprefix(error_name)) from error
         except (EOFError, ConnectionError) as error:
             raise UserError(f"a loader process died (it did not hand over its batch: {one_line(error)})") from error
+        except (UserError, OSError) as error:  # such as a full disk
+            last_line = str(error).rstrip().rsplit("\n", 1)[-1]
+            error_name = f"{type(error).__module__}.{type(error).__qualname__}: "
+            error_type = type(error) if isinstance(error, UserError) else OSError
+            raise error_type(last_line.removeprefix(error_name)) from error
 
     def unfinished_images(self, running: Collection[int]) -> list[str]:
         """Names of the images that processes were reading which are not among the `running` ones."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import timm
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import PatchEmbed
 from timm.models import adapt_input_conv
@@ -37,7 +38,7 @@ from mpp.models.plain import (
 )
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.messages import note
-from mpp.runtime.weights import WEIGHTS, encoder_folder, refuse_pickle, run_of, weight_names
+from mpp.runtime.weights import SAFETENSORS_SUFFIX, WEIGHTS, describe_conversion, encoder_folder, run_of
 
 PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
 VARIANT = "mpp_vit"
@@ -83,7 +84,9 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     if config.init_from:
-        load_first_weights(encoder, config.init_from)
+        file = first_weights(config.init_from)
+        load_weights(encoder, file, "model.init_from")
+        require_same_computation(encoder, config.init_from, file.parent)
     if config.position == FIXED_POSITIONS and not config.is_variant():
         fix_positions(encoder)
     return encoder
@@ -162,15 +165,15 @@ def load_encoder(
     """
     source = str(source)
     changes = {argument: value for argument, value in changes.items() if value is not None}
-    weights_setting = setting
+    weights_setting = "checkpoint" if setting == "encoder" else f"{setting}_checkpoint"
     config: dict[str, Any] = {}
     if is_named(source):
         require(timm.is_model(source), setting, source, "the name of a timm model, or a folder that exists")
         name = source
         file = Path(checkpoint) if checkpoint else None  # None: those that timm has published
-        weights_setting = "checkpoint" if setting == "encoder" else f"{setting}_checkpoint"
     else:
-        require(checkpoint is None, "checkpoint", checkpoint, f"null with {source}, which has its own weights")
+        require(checkpoint is None, weights_setting, checkpoint, f"null with {source}, which has its own weights")
+        weights_setting = setting
         folder = encoder_folder(Path(source), setting)
         config = saved_config(folder)
         if not timm.is_model(config.get("architecture", "")):
@@ -222,15 +225,19 @@ class Normalize(nn.Module):
 # --- weights of a file: all that a model has and no others, resampled where sizes differ ---
 
 
-def load_first_weights(encoder: nn.Module, source: str) -> None:
-    """Load the weights that `model.init_from` names: see `first_weights`.
+def read_weights(file: Path, setting: str) -> Weights:
+    """The weights of a .safetensors file.
 
     Raises:
-        UserError: no such weights, or weights of an encoder that computes otherwise.
+        UserError: it is none, or cannot be read.
     """
-    file = first_weights(source)
-    load_weights(encoder, file, "model.init_from")
-    require_same_computation(encoder, source, file.parent)
+    if file.suffix != SAFETENSORS_SUFFIX:
+        raise UserError(f"{setting} is {file}; it must be a {SAFETENSORS_SUFFIX} file: {describe_conversion(file)}")
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        reason = f"{one_line(error)}; it must be a whole {SAFETENSORS_SUFFIX} file"
+        raise UserError(f"{setting} is {file}, which cannot be read: {reason} (`git lfs pull` fetches it)") from error
 
 
 def load_weights(model: nn.Module, file: Path, setting: str) -> None:
@@ -250,9 +257,7 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     has_new_head = model.num_classes != model.pretrained_cfg.get("num_classes")
     built = model.state_dict()
     new = {name: tensor for name, tensor in built.items() if has_new_head and name.startswith(heads)}
-    refuse_pickle(file, setting)
-    weight_names(file, setting)  # a file that cannot be read is refused
-    state = without_prefix(load_file(file), next(iter(built)), file)
+    state = without_prefix(read_weights(file, setting), next(iter(built)), file)
     if built.keys() - new.keys() <= state.keys() - {"mask_token"}:
         state.pop("mask_token", None)  # by which timm's filters know files of other names
     others = (*NOT_OF_ENCODERS, *heads)

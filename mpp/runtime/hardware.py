@@ -53,11 +53,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def local_processes() -> int:
-    """Number of processes that the launcher started on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
 def share_of_cores() -> int:
     """Number of CPU cores for each process of this machine that the launcher started; at least 1."""
-    return max(1, cores() // local_processes())
+    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

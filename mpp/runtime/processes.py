@@ -123,7 +123,7 @@ def on_main_process(accelerator: Accelerator, act: Callable[[], T]) -> T:
     """The result of `act`, called on the main process only, for all processes.
 
     Raises:
-        UserError: on every process, if it raises a ValueError or OSError.
+        UserError: on every process, if it raises a UserError or OSError.
     """
     outcome = attempt(act) if accelerator.is_main_process else None
     result, error = from_all(outcome)[0]
@@ -136,7 +136,7 @@ def on_each_node(accelerator: Accelerator, act: Callable[[], T]) -> list[T]:
     """The results of `act`, called by one process of each node, for all processes.
 
     Raises:
-        UserError: on every process, if it raises a ValueError or OSError on a node.
+        UserError: on every process, if it raises a UserError or OSError on a node.
     """
     outcome = attempt(act) if accelerator.is_local_main_process else None
     outcomes = [each for each in from_all(outcome) if each is not None]
@@ -147,17 +147,18 @@ def on_each_node(accelerator: Accelerator, act: Callable[[], T]) -> list[T]:
 
 
 def attempt(act: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    """The result of `act`, or its ValueError or OSError as a UserError: another process may wait for either."""
+    """The result of `act`, or its UserError or OSError as a UserError: another process may wait for either."""
     try:
         return act(), None
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         return None, error if isinstance(error, UserError) else UserError(one_line(error))
 
 
 def raise_together(failure: Exception | None) -> None:
     """Raise a failure of any process on all of them, which have to call it together: else they would wait for it."""
-    if maximum_of_all(failure is not None):
-        raise next(each for each in from_all(failure) if each is not None)
+    for each in from_all(failure):
+        if each is not None:
+            raise each
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -86,9 +86,17 @@ class Preemption:
         with suppress(OSError):  # of a full disk: the step may still be saved
             self.mark("not stopped yet" if self.finishes_steps else "between steps")
         if not self.finishes_steps:
+            self.tell(f"stopped before the first step; the same command begins it (exit code {EXIT_CODE})")
             raise Preempted(EXIT_CODE)
+        self.tell("a checkpoint follows this pass and any evaluation; a second signal ends the run at once")
         if self.waiting:
             raise CutShort
+
+    def tell(self, what: str) -> None:
+        """Write a line on the terminal, as a signal's handler may: not through Python's buffers."""
+        if self.accelerator.is_main_process:
+            with suppress(OSError):  # a closed terminal
+                os.write(2, f"\n{self.asked}: {what}\n".encode())
 
     def mark(self, where: str) -> None:
         """Leave the marker."""

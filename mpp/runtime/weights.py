@@ -1,13 +1,16 @@
-"""Files of weights: where an encoder's are, their fingerprint, the names in them."""
+"""Files of weights: where an encoder's are, and their fingerprint."""
 
+from functools import cache
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from huggingface_hub.errors import HfHubHTTPError
 
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import sha256_of
 
+HTTPError = HfHubHTTPError.__mro__[1]
+"""Base of the errors of the hub's client. It comes from the client's own library, and is not always an OSError."""
 HUB = "hf-hub:"
 """Prefix of the name of a model on the hub, as in timm."""
 ZOO = "zoo:"
@@ -64,8 +67,8 @@ def encoder_folder(path: Path, setting: str = "encoder") -> Path:
     path = zoo_folder(path)
     if str(path).startswith(HUB):
         try:
-            path = Path(snapshot_download(str(path).removeprefix(HUB), allow_patterns=[CONFIG, WEIGHTS]))
-        except (OSError, ValueError) as error:
+            path = download(str(path).removeprefix(HUB))
+        except (OSError, ValueError, HTTPError) as error:
             raise UserError(f"no encoder at {path}: {one_line(error)}") from error
     for folder in (path / ENCODER, path):
         if has_encoder(folder):
@@ -76,6 +79,12 @@ def encoder_folder(path: Path, setting: str = "encoder") -> Path:
     if (path / "checkpoints").is_dir():
         raise UserError(f"{setting} is {path}, a run that is not finished: the command that started it continues it")
     raise UserError(f"no encoder at {path}; {setting} must be {ENCODER_PLACES}")
+
+
+@cache  # one commit for all that this process reads
+def download(name: str) -> Path:
+    """The folder with an encoder of the hub."""
+    return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
 
 
 def zoo_folder(path: Path) -> Path:
@@ -93,30 +102,6 @@ def weights_file(path: Path, setting: str) -> Path:
     return path if path.suffix == SAFETENSORS_SUFFIX else encoder_folder(path, setting) / WEIGHTS
 
 
-def refuse_pickle(file: Path, setting: str) -> None:
-    """Raise UserError if a file does not have the name of a .safetensors file."""
-    if file.suffix != SAFETENSORS_SUFFIX:
-        raise UserError(f"{setting} is {file}; it must be a {SAFETENSORS_SUFFIX} file: {describe_conversion(file)}")
-
-
 def describe_conversion(pickle: Path) -> str:
     """Why pickled weights are not read, and how to convert them to a .safetensors file."""
     return CONVERSION.format(pickle=str(pickle), safe=str(pickle.with_suffix(SAFETENSORS_SUFFIX)))
-
-
-def weight_names(file: Path, setting: str) -> list[str]:
-    """The names of the weights in a .safetensors file.
-
-    Raises:
-        UserError: it cannot be read, with the reason.
-    """
-    try:
-        with safe_open(file, framework="pt") as weights:
-            return list(weights.keys())
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{setting} is {file}, which cannot be read: {describe_unreadable_weights(error)}") from error
-
-
-def describe_unreadable_weights(error: Exception) -> str:
-    """Why a library could not read a file of weights: its error, and what the file must be."""
-    return f"{one_line(error)}; it must be a whole {SAFETENSORS_SUFFIX} file (`git lfs pull` replaces a pointer to it)"

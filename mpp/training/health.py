@@ -54,7 +54,7 @@ def not_learning(history: History, config: TrainingConfig) -> str | None:
         observed = f"held-out accuracy {last['heldout/accuracy']:.1%} is at the level of the most frequent colour"
     else:
         change = max(abs(line[EVALUATED] - first_loss) for line in lines)
-        is_stuck = len(lines) >= 3 and change < STALLED_LOSS_CHANGE * abs(first_loss) and not is_moving(config)
+        is_stuck = len(lines) >= 3 and change < STALLED_LOSS_CHANGE * abs(first_loss) and not config.moves_teacher
         observed = f"the held-out loss is where it was at the first evaluation ({first_loss:.4g})"
     advice = "raise optim.lr, or lower it if the loss jumps, and look at the pictures"
     return f"{observed}; {advice}" if is_stuck else None
@@ -114,7 +114,7 @@ def targets_collapse(history: History, config: TrainingConfig) -> str | None:
 def overfitting(history: History, config: TrainingConfig) -> str | None:
     """For two evaluations the held-out loss is above its least, now by more than 2 %, while the training loss falls."""
     held_out, losses = series(history, EVALUATED), series(history, "loss")
-    if len(held_out) < 3 or is_moving(config):
+    if len(held_out) < 3 or config.moves_teacher:
         return None
     best_step, least = min(held_out[:-2], key=lambda pair: pair[1])
     (_, before), (_, now) = held_out[-2:]
@@ -167,11 +167,6 @@ def trained_weights_at_risk(history: History, config: TrainingConfig) -> str | N
 def steps_before_checks(config: TrainingConfig) -> int:
     """Steps before which learning is not judged: as many again as the warm-up, in which healthy runs were below."""
     return max(FEWEST_STEPS, 2 * config.optim.warmup(config.run.steps))
-
-
-def is_moving(config: TrainingConfig) -> bool:
-    """Whether targets change while they are learned, those of a moving average: losses then cannot be compared."""
-    return config.objective is not None and config.objective.moves_teacher
 
 
 @cache  # weights of the hub are looked up

@@ -69,7 +69,8 @@ class Tracker:
             raise
         for tracker in accelerator.trackers:
             if tracker.name == "tensorboard":
-                tracker.writer.add_custom_scalars(CHARTS)
+                if config.objective is not None:
+                    tracker.writer.add_custom_scalars(CHARTS)
                 tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(last_kept, 0))
             else:
                 settings = flatten(config).items()  # trackers take no values but numbers and texts
@@ -95,7 +96,7 @@ class Tracker:
         for tracker in self.accelerator.trackers:
             if tracker.name == "tensorboard":
                 tracker.log_images({name: images}, step)
-            elif hasattr(tracker, "log_images"):
+            elif tracker.name in ("wandb", "swanlab"):  # others take them otherwise
                 tracker.log_images({name: list(images.permute(0, 2, 3, 1).cpu().numpy())}, step)
 
     def log_text(self, step: int, name: str, text: str) -> None:
@@ -105,7 +106,7 @@ class Tracker:
                 tracker.writer.add_text(name, printable(text), step)
 
     def warn_unreadable(self, failures: list[str]) -> None:
-        """Name images that could not be decoded, each once, on stderr and in unreadable.txt."""
+        """Name images that could not be decoded, each once a process, on stderr and in unreadable.txt."""
         for failure in map(printable, failures):
             if failure in self.unreadable:
                 continue

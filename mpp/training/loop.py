@@ -85,25 +85,25 @@ class Loop:
             Preempted: a signal asked for a stop; the checkpoint is written.
         """
         run = self.run_config
-        self.evaluate_at_start()
-        self.preemption.finishes_steps = True
-        for step in range(self.start, run.steps):
-            done = step + 1
-            logged = due(done, run.log_every, run.steps)
-            self.training_step.begin(step, measure=logged)
-            for _ in range(self.task.layout.accumulation_steps):
-                self.training_step.add_pass(self.next_batch(step))
-            values, sums = self.training_step.finish()
-            self.cursors |= self.training_step.cursors
-            self.speed.steps += 1
-            self.bar.update()
-            if logged:
-                self.log_step(done, values, sums)
-            if due(done, run.eval_every, run.steps):
-                self.evaluate(done)
-            if due(done, run.checkpoint_every, run.steps) or done in self.steps_to_keep:
-                self.save(done)
-        self.bar.close()
+        with self.bar:  # an error begins a line of its own
+            self.evaluate_at_start()
+            self.preemption.finishes_steps = True
+            for step in range(self.start, run.steps):
+                done = step + 1
+                logged = due(done, run.log_every, run.steps)
+                self.training_step.begin(step, measure=logged)
+                for _ in range(self.task.layout.accumulation_steps):
+                    self.training_step.add_pass(self.next_batch(step))
+                values, sums = self.training_step.finish()
+                self.cursors |= self.training_step.cursors
+                self.speed.steps += 1
+                self.bar.update()
+                if logged:
+                    self.log_step(done, values, sums)
+                if due(done, run.eval_every, run.steps):
+                    self.evaluate(done)
+                if due(done, run.checkpoint_every, run.steps) or done in self.steps_to_keep:
+                    self.save(done)
         with self.evaluated_model(run.steps) as model:
             if self.accelerator.is_main_process:
                 self.task.export(model, self.folder)
@@ -151,7 +151,8 @@ class Loop:
         scalars |= self.speed.read(done)
         scalars["unreadable"] = len(self.tracker.read_unreadable())
         self.tracker.log(done, scalars)
-        self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
+        shown = f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s"
+        self.bar.set_postfix_str(shown, refresh=False)  # in a file each would be a line
 
     def evaluate_at_start(self) -> None:
         """Evaluate the untrained model, the baseline of all that follows; or again where reading failed before."""
@@ -189,11 +190,13 @@ class Loop:
         """
         self.training_step.verify()
         whole_model = self.training_step.parallel.whole_model
+        self.bar.set_description("evaluating")
         try:
             with self.speed.paused(), averaged_weights(self.torch_optimizer), whole_model() as model:
                 yield model
         except ReadFailed as failure:
             self.end(done, failure)
+        self.bar.set_description("training", refresh=False)
 
     # --- a checkpoint ---
 

@@ -240,5 +240,5 @@ def write_run_page(folder: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     try:
         subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL, timeout=REPORT_TIMEOUT_S)
-    except subprocess.SubprocessError:  # it has printed its own error, unless it took too long
+    except (OSError, subprocess.SubprocessError):  # it has printed its own error, unless it took too long
         warn(f"the report is not written; `mpp report --encoder {shlex.quote(str(folder))}` writes it")

@@ -33,7 +33,7 @@ from mpp.objectives import OBJECTIVES
 from mpp.runtime.files import complete, delete, hold, read_json, write_complete
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
-from mpp.training.checkpoint import checkpoint_path, kept_steps, newest_step
+from mpp.training.checkpoint import MODEL_FILE, checkpoint_path, kept_steps, newest_step
 from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after
 from mpp.training.optim import learning_rate
 
@@ -120,8 +120,8 @@ def is_finished(config: TrainingConfig, folder: Path) -> bool:
     steps, encoder = config.run.steps, folder / ENCODER
     if newest_step(folder) != steps or not encoder.is_dir() or saved_config(encoder).get("step") not in (steps, None):
         return False
-    before = parse_saved(type(config), folder / CONFIG_FILE)
-    return changes(before, make_paths_absolute(config)).keys().isdisjoint(IN_RECORD)
+    saved, now = flatten(parse_saved(type(config), folder / CONFIG_FILE)), flatten(config)
+    return all(saved[key] in (now[key], absolute(now[key])) for key in IN_RECORD)
 
 
 def branch_point(branch_from: str) -> tuple[Path, int]:
@@ -203,15 +203,6 @@ def changes(before: Any, now: Any) -> Changes:
     return {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
 
 
-def describe_changes(changes: Changes, saved_in: str) -> str:
-    """Changed settings with both values: "optim.lr (0.01 in the run, 0.02 now)".
-
-    Args:
-        saved_in: name of the thing made with the earlier values, such as "the run".
-    """
-    return ", ".join(f"{key} ({show(before)} in {saved_in}, {show(now)} now)" for key, (before, now) in changes.items())
-
-
 def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> None:
     """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`."""
     before = parse_saved(type(config), folder / CONFIG_FILE)
@@ -223,9 +214,10 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> No
     allowed = {*IN_RECORD, *GROWING_SETTINGS, "run.compile"}  # which changes only the rounding
     others = {key: values for key, values in different.items() if key not in allowed}
     if others:
+        listed = ", ".join(f"{key} ({show(was)} in the run, {show(now)} now)" for key, (was, now) in others.items())
         raise UserError(
-            f"{folder} is a run with another config: {describe_changes(others, 'the run')}; only "
-            f"{', '.join(GROWING_SETTINGS)} may differ: choose another run.dir, or the same values to continue"
+            f"{folder} is a run with another config: {listed}; only {', '.join(GROWING_SETTINGS)} may differ: "
+            "choose another run.dir, or the same values to continue"
         )
     steps = config.run.steps
     allowed = f"at least {done}, the steps of {folder} that are done; or choose another run.dir"
@@ -233,7 +225,8 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> No
     same = same_until(config, before, done)
     if same < done:
         kept = [step for step in kept_steps(folder) if step <= same]
-        way = f"begin a new run from its encoder (--model.init_from {folder})"
+        weights = folder if (folder / ENCODER).is_dir() else checkpoint_path(folder, done) / MODEL_FILE
+        way = f"begin a new run from its weights (--model.init_from {weights} --run.dir NEW)"
         if kept:
             way = f"branch from an earlier step (--run.branch_from {folder}@{kept[-1]} --run.dir NEW)"
         raise UserError(
@@ -252,9 +245,8 @@ def same_until(config: TrainingConfig, before: TrainingConfig, done: int) -> int
 
 def schedule_at(config: TrainingConfig, step: int) -> tuple[float, float | None]:
     """The values of a step that depend on the length of the run: its learning rate, its teacher's decay."""
-    objective, steps = config.objective, config.run.steps
-    moves = objective is not None and objective.moves_teacher
-    decay = moving_average_decay(objective.half_life, step, steps) if moves else None
+    steps = config.run.steps
+    decay = moving_average_decay(config.objective.half_life, step, steps) if config.moves_teacher else None
     return learning_rate(config.optim, step, steps), decay
 
 
@@ -303,7 +295,12 @@ def make_paths_absolute(config: TrainingConfig) -> TrainingConfig:
     """The config with absolute paths of local files and folders; names of the hub and of timm stay."""
     settings = flatten(config)
     local = [key for key in PATH_SETTINGS if is_local(settings.get(key))]
-    return rebuild(config, {key: str(Path(settings[key]).expanduser().absolute()) for key in local})
+    return rebuild(config, {key: absolute(settings[key]) for key in local})
+
+
+def absolute(path: str | None) -> str:
+    """A path from the root on, also of what is gone."""
+    return str(Path(str(path)).expanduser().absolute())
 
 
 # --- branches: runs that continue from a kept checkpoint of another run, the trunk ---

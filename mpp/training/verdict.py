@@ -17,7 +17,7 @@ from mpp.features.probe import GENERAL_KNN, PIXEL_COLOURS
 from mpp.models.descriptions import saved_config
 from mpp.runtime.files import read_json, write_complete
 from mpp.runtime.weights import BEST
-from mpp.training.health import FEWEST_STEPS, find_warnings, is_moving
+from mpp.training.health import FEWEST_STEPS, find_warnings
 from mpp.training.history import (
     EVALUATED,
     History,
@@ -133,7 +133,7 @@ def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = 
     parts = [
         describe_prediction(history),
         ", ".join(filter(None, probes)),
-        describe_trend(history, is_moving(config), stable),
+        describe_trend(history, config.moves_teacher, stable),
         "" if cooled_down else NOT_COOLED_DOWN,
         TOO_SHORT if steps < FEWEST_STEPS else "",
         ", ".join(warnings) and f"warnings: {', '.join(warnings)}",
