@@ -89,19 +89,20 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
         _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
         views = views_for(encoder, held_out.to_evaluate_on(config.data, config.images), config.data)
         loader = fixed_view_batches(views, config.data.batch_size or DEFAULT_BATCH_SIZE)
-        loader = progress_bar(loader, desc="comparing with PyTorch")
         inputs = (each.images if config.normalize else encoder.normalize(each.images) for each in loader)
         first = next(inputs)
-        own = how_read(config.frozen.encoder) if config.data.path is None else {}  # for want of its images: the birds
+        is_bare = config.data.path is None and not found.how_read
+        own = how_read(config.frozen.encoder) if is_bare else {}  # for want of its images: the birds
         if own.get("range"):
             first = first.float()  # as values of its own images become
         about = describe_file(config, encoder, classifier, first) | own
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
             compute = write_file(config, module, first[[0] * TRACED_IMAGES], Path(folder) / out.name, about)
-            batches = (images.to(first.dtype) for images in chain([first], inputs))
+            bar = progress_bar(chain([first], inputs), total=len(loader), desc="comparing with PyTorch")
+            batches = (images.to(first.dtype) for images in bar)
             outputs = [(compute(images), module(images)) for images in batches]
-            difference = max(float((ours - expected).abs().max()) for ours, expected in outputs)
+            difference = float(torch.stack([(ours - expected).abs().max() for ours, expected in outputs]).max())
             is_number = classifier is not None and classifier.label_kind == "number"
             size = max(float(expected.abs().max()) for _, expected in outputs) if is_number else 1
             largest = MAX_ROUNDING_DIFFERENCE * size

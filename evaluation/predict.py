@@ -34,7 +34,7 @@ from mpp.errors import UserError
 from mpp.runtime.files import short_digest
 from mpp.runtime.messages import note
 from mpp.runtime.start import run_main, start_alone
-from mpp.runtime.weights import BEST, fingerprint
+from mpp.runtime.weights import BEST, fingerprint, weights_file
 from mpp.training.run_folder import refuse_among_images
 
 OF_CLASSES = {"top", "probabilities"}
@@ -162,7 +162,7 @@ class ClassifierSource:
     @property
     def learned(self) -> list[LabelledImages]:
         """The images that it was trained on with their labels: its own, and those of the encoders it builds on."""
-        found = [find_labelled_images(encoder) for encoder in lineage(self.frozen.encoder)]
+        found = [find_labelled_images(encoder) for encoder in lineage(self.frozen.weights)]
         return [each for each in (self.head and self.head.learned, *found) if each is not None]
 
 
@@ -202,6 +202,7 @@ def find_encoder_of_head(head: KeptHead, named: str | None) -> ClassifierSource:
         with suppress(UserError):  # no encoder is there
             if fingerprint(Path(place), on_hub=True) == about.weights:
                 setting = "checkpoint" if about.checkpoint else "encoder"
+                place = str(weights_file(Path(place), setting)) if about.checkpoint else place
                 return ClassifierSource(replace(frozen, **{setting: place}), head)
     ways = f"{' or '.join(places)}: choose it with --encoder"
     raise UserError(f"the encoder that {head.folder} was trained on ({was}) is not at {ways}")

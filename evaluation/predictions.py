@@ -99,7 +99,7 @@ class ImagePredictions(Predictions):
             return {"number": logits[:, 0].numpy()}
         columns: dict[str, NDArray] = {}
         if kind == "several":
-            probabilities = logits.double().sigmoid().float().numpy()
+            probabilities = logits.double().sigmoid().numpy()  # float32 would make large ones equal
             columns["classes"] = np.array([SEPARATOR.join(names[row]) for row in probabilities > THRESHOLD])
         else:
             probabilities = logits.double().softmax(1).float().numpy()

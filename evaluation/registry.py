@@ -108,9 +108,10 @@ def register(evaluation: Evaluation) -> None:
     Raises:
         UserError: another evaluation has its name.
     """
-    known = EVALUATIONS.setdefault(evaluation.name, evaluation)
-    if known != evaluation:
+    known = EVALUATIONS.get(evaluation.name, evaluation)
+    if known.module != evaluation.module:  # else its cell of a notebook was run again
         raise UserError(f"evaluation {evaluation.name} is already that of {known.module}; choose another name")
+    EVALUATIONS[evaluation.name] = evaluation
 
 
 def register_probe(

@@ -72,6 +72,8 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     report = write_probe_report(path, report, "reading")
     if config.save:
         outputs = head.classify.out_features
+        about = describe_input(encoder, config.data, accelerator)
+        about["data"] |= {"ignore_index": config.data.ignore_index}
         save_head(
             path,
             head,
@@ -81,7 +83,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
             class_numbers=extracted.class_numbers[:outputs].tolist(),
             representation="patches",
             depth=report["protocol"]["chosen_depth"],
-            input=describe_input(encoder, config.data, accelerator),
+            input=about,
             learned=describe_training_images(config.data, train),
         )
     return report

@@ -353,4 +353,4 @@ def build_objective(
     trained = any(weight.requires_grad for weight in objective.parameters())
     allowed = "one without weights to be trained: only a network's are; frozen ones (requires_grad_(False)) may stay"
     require(not trained, "objective.name", config.name, allowed)
-    return objective
+    return objective.eval()

@@ -55,7 +55,6 @@ def small(tmp_path):
         ("encoders", SAME_SEED, "encoders: a: run.seed is 5; it must be left out: seeds has several"),
         ("encoders", FLOOR | {"compute": 1}, "encoders: floor: compute is 1; it must be null, or next to train"),
         # learned weights would stand in the table as random ones
-        ("evaluations", KNN | {"options": {"random": True}}, "knn: options: random is true; .* left out"),
         ("encoders", FLOOR | {"options": {"random": True}}, "floor: options: random is true; .* left out"),
         ("evaluations", TUNED | {"options": {"run": {"seed": 5}}}, "finetune: options: run.seed is 5; .* left out"),
     ],

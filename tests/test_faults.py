@@ -300,7 +300,7 @@ def test_a_signal_while_the_dataset_is_built_ends_at_once(tmp_path, tally, has_b
     run = begin(folder, prepare=dawdle)
     wait_until(lambda: "building" in run.said, of=run)
     run.signal(15)
-    assert run.wait() == [EXIT_CODE], run.said[-2000:]
+    assert run.wait() == [EXIT_CODE] and "the same command continues" in run.said, run.said[-2000:]
     assert (folder / MARKER).read_text() == "SIGTERM, between steps\n"
     if has_begun:
         fails(begin(folder, "--run.seed=3"), "another config")
@@ -325,7 +325,7 @@ def test_a_second_signal_ends_at_once(tmp_path, tally):
     run.signal(15)
     wait_until((tmp_path / "stalled").exists, of=run)
     run.signal(15)
-    assert run.wait() == [128 + 15] and "a second signal ends the run at once" in run.said
+    assert run.wait() == [128 + 15] and "a second signal ends it at once" in run.said
     tally("a second SIGTERM")
 
 

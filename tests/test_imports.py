@@ -1,6 +1,7 @@
 """Code of the user: `--import mine.py` registers it for every command, and a run folder never runs it."""
 
 import builtins
+import dataclasses
 import multiprocessing
 import sys
 from unittest.mock import patch
@@ -395,6 +396,16 @@ def mine_oblong(pretrained=False, **settings):
     return mine_squares(pretrained, patch_size=(8, 4), **settings)
 
 
+class Own(VisionTransformer):
+    def forward_features(self, images):
+        return super().forward_features(images)
+
+
+@register_model
+def mine_own(pretrained=False, **settings):
+    return build_model_with_cfg(Own, "mine_own", pretrained, **NUMBERS | settings)
+
+
 @register_model
 def mine_bare(pretrained=False, **settings):
     return VisionTransformer(**NUMBERS, num_classes=0)
@@ -409,6 +420,7 @@ def test_an_encoder_of_an_import_is_loaded_with_it_and_refused_without(pretrain,
     assert len(mpp.load_encoder(folder).blocks) == 1
     for name, message in (
         ("oblong", "8 x 4 pixels; it must be a square"),
+        ("own", "it must be one with timm's forward_features"),
         ("bare", "it must be .*build_model_with_cfg"),
     ):
         with refused(message):
@@ -426,7 +438,11 @@ def test_an_encoder_of_an_import_is_loaded_with_it_and_refused_without(pretrain,
 # --- the registry of evaluations: what it names exists, and a file of a user adds another evaluation ---
 
 
-def test_a_name_is_given_once():
+def test_a_name_is_given_once(monkeypatch):
+    """And again by its own module, as a cell of a notebook does."""
+    monkeypatch.setitem(registry.EVALUATIONS, "knn", registry.EVALUATIONS["knn"])
+    registry.register(dataclasses.replace(registry.EVALUATIONS["knn"], help="other"))
+    assert registry.EVALUATIONS["knn"].help == "other"
     other = Evaluation("knn", "elsewhere", "elsewhere.Config", "frozen features", "another kNN")
     with refused(r"evaluation knn is already that of evaluation\.knn; choose another name"):
         registry.register(other)
@@ -480,7 +496,6 @@ FEATURES = LabelledFeatures(np.zeros((4, 3)), LABELS, np.zeros((4, 3)), LABELS)
     [
         (np.int64(2), r"int64 of shape \(\); it must be one for each of 4 test images"),
         (LABELS + 0.3, r"float64 of shape \(4,\); it must be \(4,\) whole numbers, each a class of the labels"),
-        (np.zeros((4, 5), int), r"int64 of shape \(4, 5\); it must be \(4,\) whole numbers"),
         (np.array([0, 9, 4, 2]), r"int64 of shape \(4,\); it must be \(4,\) whole numbers, each a class of the labels"),
     ],
 )
@@ -488,6 +503,11 @@ def test_predictions_that_are_no_classes_are_refused(predicted, given):
     """Each would count as the next class: 1.3 and 1 as class 2."""
     with refused(f"^the array of an evaluation's predictions is {given}"):
         FEATURES.outcomes(predicted)
+
+
+def test_predicted_numbers_have_the_shape_of_the_labels():
+    with refused(r"of shape \(4, 1\); it must be numbers of shape \(4,\)"):
+        FEATURES._replace(kind="number").outcomes(LABELS[:, None] + 0.5)
 
 
 def test_an_accuracy_of_numpy_is_written(tmp_path):

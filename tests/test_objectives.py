@@ -168,7 +168,7 @@ def test_perfect_predictions_are_decided_right_lose_least_and_are_painted_with_t
 
 def test_the_pages_example_of_the_loss_in_a_loop_of_ones_own_works():
     page = (ROOT / "mpp" / "use_encoder.md").read_text()
-    example = page[page.index("      import mpp.corruption") : page.index("- **Without mpp**")]
+    example, *_ = page[page.index("      import mpp.corruption") :].partition("\n\n")
     small = Config(model=ModelConfig(width=16, depth=1, heads=2, img_size=32, patch_size=8))
     images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
     names = {"images": images, "indices": range(6), "seed": 0, "epoch": 3, "mpp": mpp, "small": small}
@@ -194,7 +194,8 @@ def test_an_objective_with_weights_that_nothing_trains_is_refused(monkeypatch):
     with refused(r"^objective\.name is mine; .* without weights to be trained"):
         objective("mine")
     monkeypatch.setitem(OBJECTIVES, "mine", lambda *given: Mine(*given).requires_grad_(False))
-    assert isinstance(objective("mine"), Mine)
+    frozen = objective("mine")
+    assert isinstance(frozen, Mine) and not frozen.training
 
 
 def test_entropy_is_in_bits():

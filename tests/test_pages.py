@@ -200,7 +200,7 @@ def test_the_python_of_the_page_on_encoders_works(finished_run, tmp_path, monkey
 TOUR = ROOT / "evaluation" / "tour.ipynb"
 LIGHTER = {  # one thread beside other tests, and no report
     "(config.run, dir=": "(config.run, report=False, threads=1, dir=",
-    "images=4)": "images=4, threads=1)",
+    '"--images=4"]': '"--images=4", "--threads=1"]',
     '"precision": "fp32"}': '"precision": "fp32", "threads": 1}',
 }
 

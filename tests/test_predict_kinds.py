@@ -15,6 +15,7 @@ from test_label_kinds import colours, write_images
 from torchvision.transforms import v2
 
 from evaluation import export, finetune, linear
+from evaluation.supervision.classifiers import load_classifier
 
 NAMES = {"class": ["auk", "bee-eater", "crane"], "several": ["bright", "red"], "number": []}
 MEANING = {
@@ -151,6 +152,9 @@ def test_files_for_elsewhere_predict_the_same(kind, tuned, images, tmp_path, cap
     for row, again, *both in zip(rows, away, outputs[:, None], of_timm[:, None], strict=True):
         about = {name: row[name] for name in ("file", "split", "error")}
         assert [row] * 2 == [expected_of(kind, output) | about for output in both] == [again] * 2
+    network = load_classifier(str(tmp_path / "away"), 3, "classifier").network
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert (network(views).dtype == torch.float32) == (kind == "number")  # bf16 has no years
 
 
 def test_settings_of_other_kinds_are_refused(kind, tuned, images, tmp_path):
@@ -158,6 +162,8 @@ def test_settings_of_other_kinds_are_refused(kind, tuned, images, tmp_path):
     for name, value in ({} if kind == "class" else of_classes | {"overlays": "false"}).items():
         with refused(rf"{name} is {value}; it must be left out: .* of the kind {kind}"):
             predict_to(tmp_path / "few.csv", tuned, images, f"--{name}={value}")
+    with refused("the run folder: the head is in its newest checkpoint"):
+        predict_to(tmp_path / "few.csv", next(tuned.glob("**/step_*")), images)
     if kind == "class":
         (row, *_) = rows_of(tmp_path / "few.parquet", tuned, images, "--top=2", "--probabilities=false")
         assert [*row] == ["file", "split", "class", "probability", "class_2", "probability_2", "error"]

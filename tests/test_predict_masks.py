@@ -115,6 +115,7 @@ def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, cap
 
     A broken image has no score.
     """
+    assert read_json(head / "head.json")["input"]["data"]["ignore_index"] == 255
     scored = {}
     for name in ("wide, ü.png", "tall.png"):
         scored[name] = rng.choice([0, 1, 7, 255], SIZES[name], p=[0.5, 0.3, 0.1, 0.1])

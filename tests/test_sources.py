@@ -230,7 +230,6 @@ def test_tables_of_two_splits_keep_their_classes_and_those_of_one_that_differ_ar
         ({"eval_split": "train"}, "data.eval_split | train"),
         ({"path": None, "eval_fraction": 0.5}, "data.eval_fraction is 0.5; it must be left out | test is held out"),
         ({"revision": "v2"}, "data.revision is v2; it must be left out | is not a dataset of the hub"),
-        ({"name": "b"}, "data.name is b; it must be left out"),
         ({"path": "list.csv"}, "data.path | parquet | data.labels names a list of images"),
         ({"path": "pointer.parquet"}, "pointer.parquet cannot be read: a Git LFS pointer"),
         ({"path": "carded"}, "carded, which cannot be loaded | Parquet magic bytes"),

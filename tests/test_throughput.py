@@ -37,10 +37,9 @@ def test_ratios_are_of_the_same_round(tmp_path, monkeypatch):
     assert 0.9 < flops["mpp training step"] / flops["timm training step"] < 1.02
 
 
-@pytest.mark.parametrize("word, said", [("--rounds=0", "rounds is 0"), ("--model=vit", r"model\.name is vit")])
-def test_bad_settings_are_named(word, said):
-    with refused(f"{said}; it must be"):
-        throughput.main([word])
+def test_a_model_that_timm_lacks_is_named():
+    with refused(r"model\.name is vit; it must be"):
+        throughput.main(["--model=vit"])
 
 
 # --- the report on a GPU ---
@@ -102,7 +101,6 @@ def test_a_rehearsal_writes_the_whole_report(tmp_path, monkeypatch, tally):
     of_model = [f"test_vit, {part}" for part in ("memory as it is counted", "eager, batch 4", "compiled, batch 4")]
     assert titles == ["versions and card", *of_model, "tests", "recommended settings"]
     assert text.count("exit code 0") == 5
-    for words in ("PyTorch version", "of the ceiling", "memory of mpp's step", "loading on one core"):
-        assert words in text
+    assert "PyTorch version" in text
     assert pasted(text).data.batch_size == 4
     tally("gpu-report: the whole of it on a CPU")

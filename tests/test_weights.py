@@ -68,13 +68,12 @@ def below(beginning, weights):
     return {f"{beginning}{name}": tensor for name, tensor in weights.items()}
 
 
-def of_name(folder, key="encoder"):
-    return load_encoder(NAME, checkpoint=str(folder / "model.safetensors"), setting=key, num_classes=0, **BUILT)
+def of_name(folder):
+    return load_encoder(NAME, checkpoint=str(folder / "model.safetensors"), num_classes=0, **BUILT)
 
 
 WAYS = {  # a setting -> the encoder with the weights of a folder that it names
     "model.init_from": begun_small,
-    "model.init_from ": lambda folder: begun_small(folder / "model.safetensors"),
     "encoder": lambda folder: mpp.load_encoder(folder),
     "checkpoint": of_name,
 }
@@ -82,7 +81,7 @@ every_way = pytest.mark.parametrize("way", WAYS)
 
 
 def refusal_of(way, folder):
-    with refused(f"^{way.strip()} is {folder}") as error:
+    with refused(f"^{way} is {folder}") as error:
         WAYS[way](folder)
     said = str(error.value)
     assert len(said) < 1000

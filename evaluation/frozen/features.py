@@ -214,6 +214,9 @@ class LabelledFeatures(NamedTuple):
             )
             require(are_classes, key, given, f"({len(self.test)},) whole numbers, each a class of the labels")
             predicted = np.searchsorted(classes, predicted)
+        else:
+            shape = self.test_labels.shape
+            require(predicted.shape == shape, key, given, f"numbers of shape {shape}, as the labels are")
         return Outcomes(self.kind, numbered.test_labels, predicted, numbered.class_names, self.test_images)
 
     def dev_split(self) -> "LabelledFeatures":

@@ -385,8 +385,8 @@ def describe_labels(outcomes: Outcomes) -> dict[str, Any]:
 
 
 def without_nan(value: Any) -> Any:
-    """A value as JSON has it: null instead of NaN, a figure that the images do not have; plain numbers of numpy's."""
-    return json.loads(json.dumps(value, default=lambda each: each.item()), parse_constant=lambda name: None)
+    """A value as JSON has it: null instead of NaN, a figure that the images do not have; and plain numbers."""
+    return json.loads(json.dumps(value, default=lambda each: each.tolist()), parse_constant=lambda name: None)
 
 
 # --- the result that is shown in detail ---
@@ -413,7 +413,7 @@ def summarize_accuracies(results: Sequence[Result], group_by: str) -> dict[str, 
     """
     groups: dict[str, list[Result]] = {}
     for result in results:
-        name = str(result.get("case", result[group_by]))
+        name = str(result["case"] if "case" in result else result[group_by])
         groups.setdefault(name, []).append(result)
     summaries = {}
     for name, of_case in groups.items():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evaluation.config import HeadConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
 from evaluation.frozen.known_labels import find_labelled_images
-from evaluation.frozen.run_images import find_run, find_tested_run
+from evaluation.frozen.run_images import find_run, find_tested_run, split_run
 from evaluation.supervision.learners import LEARNERS, add_head, average_heads, learner_of
 from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
@@ -25,7 +25,7 @@ from mpp.models.plain import set_attention
 from mpp.models.teachers import resize_bilinear
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.messages import shortened
-from mpp.runtime.weights import BEST, WEIGHTS, encoder_folder, fingerprint
+from mpp.runtime.weights import WEIGHTS, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL_FILE, newest_whole, restore_trained
 from mpp.training.run_folder import read_record, saved_settings
 
@@ -110,8 +110,8 @@ def load_classifier(source: str, channels: int, setting: str) -> Classifier:
     Raises:
         UserError: no classifier there, or one of other channels.
     """
-    require(Path(source).name != BEST, setting, source, "the run folder: encoder_best has no head")
-    run = find_run(source)
+    run, (_, part) = find_run(source), split_run(source)
+    require(not part, setting, source, "the run folder: the head is in its newest checkpoint")
     if run is not None:
         return load_run_classifier(run, channels, setting)
     model = load_encoder(source, setting=setting)
@@ -123,7 +123,16 @@ def load_classifier(source: str, channels: int, setting: str) -> Classifier:
     check_channels(frozen, channels, setting)
     kind = "class" if is_named(source) else saved_config(encoder_folder(Path(source))).get("label_kind", "class")
     names = [] if kind == "number" else distinct_class_names(timm_names(model), classes)
-    return Classifier(nn.Sequential(frozen.normalize, model), frozen.img_size, classes, frozen.crop_pct, names, kind)
+    kind_of_network = InFloat32 if kind == "number" else nn.Sequential
+    return Classifier(kind_of_network(frozen.normalize, model), frozen.img_size, classes, frozen.crop_pct, names, kind)
+
+
+class InFloat32(nn.Sequential):
+    """Modules that compute in float32 under autocast, too: bf16 would round years to multiples of eight."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, enabled=False):
+            return super().forward(images)
 
 
 def timm_names(model: nn.Module) -> list[str] | None:

@@ -12,6 +12,7 @@ import json
 import operator
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import Field, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import product
@@ -204,6 +205,9 @@ def readings(kind: Any, value: Any) -> Iterator[Any]:
             yield from product(*map(readings, kinds, values))
     elif kind is float and (type(value) is int or isinstance(value, float)):
         yield float(value)
+    elif origin is dict and isinstance(value, dict):
+        with suppress(TypeError):  # as it is saved: a class, say, cannot be
+            yield json.loads(json.dumps(value))
     elif type(value) in (kind, origin) or (origin is Literal and value in parts):
         yield value
 

@@ -126,7 +126,11 @@ def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
         paths = [os.path.abspath(os.path.expanduser(config.labels))]
         used = os.path.realpath(paths[0])
         for names in tree.left_out.values():
-            names[:] = [name for name in names if os.path.realpath(os.path.join(tree.root, name)) != used]
+            names[:] = [
+                name
+                for name in names
+                if ending_of(name) != ending_of(used) or os.path.realpath(os.path.join(tree.root, name)) != used
+            ]
     tables = {path: read_list(path, config) for path in paths}
     lists = {path: table for path, table in tables.items() if IMAGE in table}
     if not lists and (config.labels or config.file_column):

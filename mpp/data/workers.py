@@ -17,6 +17,7 @@ torch's DataLoader leaves all this to its user, and no library has it (tests/tes
 import copy
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -176,9 +177,8 @@ class WatchedLoader:
             raise UserError(f"a loader process died (it did not hand over its batch: {one_line(error)})") from error
         except (UserError, OSError) as error:  # such as a full disk
             last_line = str(error).rstrip().rsplit("\n", 1)[-1]
-            error_name = f"{type(error).__module__}.{type(error).__qualname__}: "
-            error_type = type(error) if isinstance(error, UserError) else OSError
-            raise error_type(last_line.removeprefix(error_name)) from error
+            message = re.sub(rf"([\w.]+\.)?{type(error).__qualname__}: ", "", last_line, count=1)
+            raise (type(error) if isinstance(error, UserError) else OSError)(message) from error
 
     def unfinished_images(self, running: Collection[int]) -> list[str]:
         """Names of the images that processes were reading which are not among the `running` ones."""

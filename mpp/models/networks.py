@@ -22,7 +22,7 @@ from mpp.config.imports import Registry
 from mpp.corruption import Corruption, corrupt
 from mpp.errors import UserError, one_line
 from mpp.models.adaptation import choose_trained
-from mpp.models.encoder import Normalize, build_encoder
+from mpp.models.encoder import Normalize, build_encoder, moments_of_weights
 from mpp.models.plain import (
     cell_grid,
     has_bf16_residual,
@@ -276,7 +276,7 @@ def build_model(config: Config) -> tuple[nn.Module, Objective]:
     """
     channels = config.data.channels
     encoder = build_encoder(config.model, channels)
-    mean, std = config.model.normalization(channels)
+    mean, std = moments_of_weights(config.model, channels).normalization(channels)
     _, patch_size = cell_grid(encoder)
     teacher = None
     if config.objective.name == "features":

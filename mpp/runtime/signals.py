@@ -86,9 +86,9 @@ class Preemption:
         with suppress(OSError):  # of a full disk: the step may still be saved
             self.mark("not stopped yet" if self.finishes_steps else "between steps")
         if not self.finishes_steps:
-            self.tell(f"stopped before the first step; the same command begins it (exit code {EXIT_CODE})")
+            self.tell(f"stopped between steps; the same command continues (exit code {EXIT_CODE})")
             raise Preempted(EXIT_CODE)
-        self.tell("a checkpoint follows this pass and any evaluation; a second signal ends the run at once")
+        self.tell("the run stops once its work is saved; a second signal ends it at once")
         if self.waiting:
             raise CutShort
 

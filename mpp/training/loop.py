@@ -196,7 +196,7 @@ class Loop:
                 yield model
         except ReadFailed as failure:
             self.end(done, failure)
-        self.bar.set_description("training", refresh=False)
+        self.bar.set_description("training")
 
     # --- a checkpoint ---
 

@@ -33,7 +33,7 @@ from mpp.objectives import OBJECTIVES
 from mpp.runtime.files import complete, delete, hold, read_json, write_complete
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
-from mpp.training.checkpoint import MODEL_FILE, checkpoint_path, kept_steps, newest_step
+from mpp.training.checkpoint import checkpoint_path, kept_steps, newest_step
 from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after
 from mpp.training.optim import learning_rate
 
@@ -225,10 +225,12 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> No
     same = same_until(config, before, done)
     if same < done:
         kept = [step for step in kept_steps(folder) if step <= same]
-        weights = folder if (folder / ENCODER).is_dir() else checkpoint_path(folder, done) / MODEL_FILE
-        way = f"begin a new run from its weights (--model.init_from {weights} --run.dir NEW)"
+        way = "choose another run.dir"
         if kept:
             way = f"branch from an earlier step (--run.branch_from {folder}@{kept[-1]} --run.dir NEW)"
+        elif not config.is_fine_tuning:
+            first = "" if (folder / ENCODER).is_dir() else "finish it with its own values, then "
+            way = f"{first}begin a new run from its encoder (--model.init_from {folder} --run.dir NEW)"
         raise UserError(
             f"{folder} is a run that cannot continue with this length or schedule: the learning rate, or the decay of "
             f"the teacher's average, of step {same} would have been another; {way}"
