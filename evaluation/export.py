@@ -91,8 +91,9 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
         loader = fixed_view_batches(views, config.data.batch_size or DEFAULT_BATCH_SIZE)
         inputs = (each.images if config.normalize else encoder.normalize(each.images) for each in loader)
         first = next(inputs)
-        is_bare = config.data.path is None and not found.how_read
-        own = how_read(config.frozen.encoder) if is_bare else {}  # for want of its images: the birds
+        own = {}
+        if config.data.path is None:
+            own = found.how_read or how_read(config.frozen.encoder)  # for want of its images: the birds
         if own.get("range"):
             first = first.float()  # as values of its own images become
         about = describe_file(config, encoder, classifier, first) | own

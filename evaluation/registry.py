@@ -109,7 +109,7 @@ def register(evaluation: Evaluation) -> None:
         UserError: another evaluation has its name.
     """
     known = EVALUATIONS.get(evaluation.name, evaluation)
-    if known.module != evaluation.module:  # else its cell of a notebook was run again
+    if (known.module, known.config) != (evaluation.module, evaluation.config):  # else a notebook's cell ran again
         raise UserError(f"evaluation {evaluation.name} is already that of {known.module}; choose another name")
     EVALUATIONS[evaluation.name] = evaluation
 

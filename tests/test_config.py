@@ -78,6 +78,7 @@ MISTAKES = [  # the command, its words, and what the one line names: the setting
     (Config, "--run.dir --data.path x", "--run.dir | no value"),
     (Config, "--run.steps", "run.steps | empty | at least 1"),
     (Config, "--run.steps=many", "run.steps | many | a whole number | at least 1"),
+    (Config, "--run.dir=$SCRATCH/run", "run.dir | $SCRATCH/run | variables"),
     (Config, "--run.dir=~/here", "run.dir | ~/here | without ~"),
     (Config, "--run.dir=s3://bucket/run", "run.dir | s3://bucket/run | on this machine"),
     (Config, "--optim.betas=[0.9,1]", "optim.betas | [0.9,1] | below 1"),

@@ -12,7 +12,6 @@ import json
 import operator
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import Field, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import product
@@ -206,10 +205,16 @@ def readings(kind: Any, value: Any) -> Iterator[Any]:
     elif kind is float and (type(value) is int or isinstance(value, float)):
         yield float(value)
     elif origin is dict and isinstance(value, dict):
-        with suppress(TypeError):  # as it is saved: a class, say, cannot be
-            yield json.loads(json.dumps(value))
+        yield with_lists(value)
     elif type(value) in (kind, origin) or (origin is Literal and value in parts):
         yield value
+
+
+def with_lists(value: Any) -> Any:
+    """The value of a dictionary with lists instead of tuples, as files have it."""
+    if isinstance(value, dict):
+        return {name: with_lists(each) for name, each in value.items()}
+    return [*map(with_lists, value)] if isinstance(value, list | tuple) else value
 
 
 def fits(values: tuple[Any, ...], bounds: Mapping[str, float], distinct: bool, **_: Any) -> bool:

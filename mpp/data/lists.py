@@ -125,11 +125,12 @@ def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
         tree.leave_out("lists of images; data.labels names another", *paths)
         paths = [os.path.abspath(os.path.expanduser(config.labels))]
         used = os.path.realpath(paths[0])
+        endings = {ending_of(paths[0]), ending_of(used)}
         for names in tree.left_out.values():
             names[:] = [
                 name
                 for name in names
-                if ending_of(name) != ending_of(used) or os.path.realpath(os.path.join(tree.root, name)) != used
+                if ending_of(name) not in endings or os.path.realpath(os.path.join(tree.root, name)) != used
             ]
     tables = {path: read_list(path, config) for path in paths}
     lists = {path: table for path, table in tables.items() if IMAGE in table}

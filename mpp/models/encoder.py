@@ -131,10 +131,6 @@ def check_encoder(encoder: nn.Module, name: str, config: ModelConfig) -> None:
     allowed += f"Eva: use_fc_norm); this is a {type(encoder).__name__}"
     require(is_plain(encoder) and getattr(encoder, "attn_pool", None) is None, *setting, allowed)
     check_cells(encoder)
-    is_known = type(encoder).forward_features.__module__.startswith(("timm.", "mpp."))
-    require(
-        is_known, *setting, "one with timm's forward_features, whose parts may be overridden: they are called apart"
-    )
     has_positions = getattr(encoder, "pos_embed", None) is not None
     allowed = f"learned with {name}, which has position embeddings"
     require(config.position != "none" or not has_positions, "model.position", config.position, allowed)

@@ -276,7 +276,13 @@ def build_model(config: Config) -> tuple[nn.Module, Objective]:
     """
     channels = config.data.channels
     encoder = build_encoder(config.model, channels)
-    mean, std = moments_of_weights(config.model, channels).normalization(channels)
+    is_known = type(encoder).forward_features.__module__.startswith(("timm.", "mpp."))
+    allowed = "one with timm's forward_features, whose parts are called one by one (they may be overridden)"
+    require(is_known, "model.name", config.model.name, allowed)
+    model = config.model
+    if None in (model.mean, model.std):  # in a loop of a user's own
+        model = moments_of_weights(model, channels)
+    mean, std = model.normalization(channels)
     _, patch_size = cell_grid(encoder)
     teacher = None
     if config.objective.name == "features":
