@@ -22,7 +22,6 @@ SHORT = ["--run.steps=12", "--run.threads=1", "--run.report=false", "--data.work
 NO_PROBE = "--probe.every=0"
 PRETRAIN = ["mpp/pretrain.py", *SHORT, NO_PROBE, "--run.eval_every=12"]
 SMALL_BATCH = ["--data.batch_size=32", "--optim.global_batch_size=32"]
-MACHINE_METRICS = ("speed/",)
 
 # Run -> its command; {name} is the folder of an earlier run.
 COMMANDS = {
@@ -50,32 +49,24 @@ def sha256_of(content: bytes) -> str:
 
 def metrics_digest(path: Path) -> str:
     """Digest of the scalars that depend on the run alone."""
-    kept = []
-    for line in path.read_text().splitlines():
-        scalars = json.loads(line)
-        kept.append({name: scalars[name] for name in sorted(scalars) if not name.startswith(MACHINE_METRICS)})
+    lines = map(json.loads, path.read_text().splitlines())
+    kept = [{name: line[name] for name in sorted(line) if not name.startswith("speed/")} for line in lines]
     return sha256_of(json.dumps(kept).encode())
-
-
-def digests_of(run: Path) -> str:
-    encoder = sha256_of((run / "encoder" / "model.safetensors").read_bytes())
-    (checkpoint,) = run.glob("checkpoints/step_*")
-    optimizer = sha256_of((checkpoint / "optimizer.safetensors").read_bytes())
-    return f"{encoder} {optimizer} {metrics_digest(run / 'metrics.jsonl')}"
 
 
 def carry_out(name: str, folder: Path) -> str:
     """Train in `folder`/`name`; return the line of digests."""
-    run = folder / name
     words = [word.format(default=folder / "default") for word in COMMANDS[name]]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *words, f"--run.dir={run}"]
+    command = [sys.executable, *words, f"--run.dir={folder / name}"]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if ended.returncode:
         sys.exit(f"{name} failed: {' '.join(words)}\n{ended.stderr.strip().splitlines()[-1]}")
-    if name == "finetune":
-        run = run / "lr_0.01"
-    return f"{name} {digests_of(run)}"
+    (checkpoint,) = (folder / name).glob("**/step_*")
+    run = checkpoint.parents[1]
+    encoder = sha256_of((run / "encoder" / "model.safetensors").read_bytes())
+    optimizer = sha256_of((checkpoint / "optimizer.safetensors").read_bytes())
+    return f"{name} {encoder} {optimizer} {metrics_digest(run / 'metrics.jsonl')}"
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ and settings of earlier commands.
 
 def whole_page() -> str:
     """The page."""
-    names = sorted(commands(), key=lambda name: name != "pretrain")  # which has most settings
-    places = {name: locate_command(name) for name in names}
-    configs = {name: getattr(import_module(module), config)() for name, (_, module, config) in places.items()}
-    configs = {name: config for name, config in configs.items() if name not in ("check", "memory")}
+    configs = {}
+    for name in sorted(commands(), key="pretrain".__ne__):  # which has most settings
+        if name not in ("check", "memory"):
+            _, module, config = locate_command(name)
+            configs[name] = getattr(import_module(module), config)()
     return f"{BEGINNING}{page(configs)}\n"
 
 

@@ -82,6 +82,7 @@ MISTAKES = [  # the command, its words, and what the one line names: the setting
     (Config, "--run.dir=~/here", "run.dir | ~/here | without ~"),
     (Config, "--run.dir=s3://bucket/run", "run.dir | s3://bucket/run | on this machine"),
     (Config, "--optim.betas=[0.9,1]", "optim.betas | [0.9,1] | below 1"),
+    (FinetuneConfig, "--lr 0.1", "lr | lrs"),
     (Config, "--model.img_size=[16,30]", "model.img_size | [16, 30] | multiple of the patch size (8)"),
     (Config, "--model.heads=3", "model.width | multiple of model.heads (3)"),
     (Config, "--data.crop_area=[0.5,0.1]", "data.crop_area | ascending"),

@@ -3,6 +3,7 @@
 import io
 import shutil
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -172,6 +173,12 @@ def test_splits_keep_their_names_or_are_refused(tmp_path, splits, read_as, is_re
 
 def test_one_command_a_folder(folder, tmp_path):
     with hold(tmp_path / "out", "out"), refused(r"out is .*, which another process is writing"):
+        main(options(folder, tmp_path / "out"))
+
+
+def test_a_full_disk_is_a_line(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("mpp.prepare.complete", Mock(side_effect=OSError(28, "No space left")))
+    with pytest.raises(OSError, match=r"^\[Errno 28\] No space left$"):
         main(options(folder, tmp_path / "out"))
 
 

@@ -40,7 +40,7 @@ def test_an_encoder_is_evaluated_by_its_name(few_birds, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [f"--encoder=zoo:{ENCODERS[0].name}", f"--data.path={few_birds}", *FAST, "--neighbours=5"]
     assert knn.main(words)["baselines"].keys() == {"random weights", "pixels"}
-    assert list(tmp_path.glob(f"runs/zoo_{ENCODERS[0].name}/**/knn*.json"))
+    assert list(tmp_path.glob("runs/zoo_*/**/knn*.json"))
 
 
 def test_the_page_says_what_was_measured_on_these_files():

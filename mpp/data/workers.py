@@ -177,7 +177,7 @@ class WatchedLoader:
             raise UserError(f"a loader process died (it did not hand over its batch: {one_line(error)})") from error
         except (UserError, OSError) as error:  # such as a full disk
             last_line = str(error).rstrip().rsplit("\n", 1)[-1]
-            message = re.sub(rf"([\w.]+\.)?{type(error).__qualname__}: ", "", last_line, count=1)
+            message = re.sub(rf"^([\w.]+\.)?{type(error).__qualname__}: ", "", last_line)
             raise (type(error) if isinstance(error, UserError) else OSError)(message) from error
 
     def unfinished_images(self, running: Collection[int]) -> list[str]:
